@@ -17,6 +17,7 @@ import torch
 from _common import OWN, Report, Target, choose_peers, dispatch, estimate, make_parser, run_job, scaled
 from torch import nn
 
+from raysgd.torch.parallel.record import StepRecord
 from raysgd.torch.parallel.undo import Undo
 
 ALONE, RULE, ALWAYS = "no copies", "rule", "always"
@@ -35,12 +36,13 @@ class Program:
     def __init__(self, models: list[nn.Module], optimizers: list[Any], features: torch.Tensor) -> None:
         self._models, self._optimizers, self._features = models, optimizers, features
         self.undo: Undo | None = None
+        self.record = StepRecord()
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda stepped, *_: self.undo and self.undo.note_step(stepped))
+            optimizer.register_step_pre_hook(lambda stepped, *_: self.record.note_step(stepped))
 
     def open_call(self, copies: bool | None) -> None:
         """Begin a call, whose batches are copied before each batch (True), by the rule (None) or never (False)."""
-        self.undo = None if copies is False else Undo(self._models, self._optimizers, copies=copies)
+        self.undo = None if copies is False else Undo(self._models, self._optimizers, mode="all" if copies else "learn")
         if self.undo is not None:
             self.undo.open_call()
 
@@ -48,7 +50,7 @@ class Program:
         """Train on a batch; return its seconds, and those of the copy."""
         began = time.perf_counter()
         if self.undo is not None:
-            self.undo.begin_batch()
+            self.record.begin(self.undo.save())
         copied = time.perf_counter()
         features = self._features
         for model, optimizer in zip(self._models, self._optimizers, strict=True):
@@ -56,11 +58,13 @@ class Program:
             output = model(features)
             output.square().mean().backward()
             if self.undo is not None:
-                self.undo.note_exchange()
+                self.record.note_all_reduce()
+                self.undo.see_all_reduce(self.record)
             optimizer.step()
             features = output.detach()
         if self.undo is not None:
-            self.undo.end_batch()
+            self.undo.forget(self.record)
+        self.record = StepRecord()
         return time.perf_counter() - began, copied - began
 
 

@@ -206,7 +206,7 @@ class LightningOperator(TrainingOperator):
         return result
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
-        leg = self._raysgd.parallel.leg
+        leg = self._raysgd.sync.leg
         self._parts: list[dict[str, Any]] = []  # metrics of each part of the current batch, if the batch is split
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
@@ -231,7 +231,7 @@ class LightningOperator(TrainingOperator):
             output = self._optimize(batch, batch_idx)
         else:
             _, output = self._training_step(batch, batch_idx)
-        leg = self._raysgd.parallel.leg
+        leg = self._raysgd.sync.leg
         leg.skip()  # if the module ran no backward pass, record that it skipped the batch
         if self._scheduler_dicts:
             num_samples = 0 if leg.plan.is_padding else self._raysgd.num_samples(batch)
@@ -260,7 +260,8 @@ class LightningOperator(TrainingOperator):
         def closure() -> torch.Tensor | None:
             nonlocal output
             loss, output = self._training_step(batch, batch_idx)
-            if optimizer is not None and not self._keeps_gradients(optimizer):
+            leg = self._raysgd.sync.leg
+            if optimizer is not None and not (leg.rules.has_several and leg.adds_to(optimizer)):
                 self._hooks.call("on_before_zero_grad", optimizer)
                 self._hooks.call("optimizer_zero_grad", *where, optimizer, optimizer_idx=0)
             if loss is None:
@@ -269,7 +270,7 @@ class LightningOperator(TrainingOperator):
             self._backward(loss, optimizer)
             return loss.detach()
 
-        if optimizer is None or not self._raysgd.parallel.leg.plan.sync_gradients:
+        if optimizer is None or not self._raysgd.sync.leg.plan.sync_gradients:
             closure()
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
@@ -281,13 +282,6 @@ class LightningOperator(TrainingOperator):
         self._progress.count_step()
         self._trainer.global_step = self._progress.num_steps
 
-    def _keeps_gradients(self, optimizer: Any) -> bool:
-        leg = self._raysgd.parallel.leg
-        keeps: bool = leg.rules.has_several and leg.adds_to(optimizer)
-        if leg.rules.has_several:
-            leg.note_backward((optimizer,))
-        return keeps
-
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
         """Run the module's `training_step`. Return the loss for the backward pass, and the detached output.
 
@@ -296,7 +290,7 @@ class LightningOperator(TrainingOperator):
         Raises:
             ValueError: `training_step` returned None, and there are other workers, or others may join.
         """
-        output, parallel = None, self._raysgd.parallel
+        output, sync = None, self._raysgd.sync
 
         def run() -> torch.Tensor | None:
             nonlocal output
@@ -306,8 +300,8 @@ class LightningOperator(TrainingOperator):
                     output = self._hooks.call("training_step_end", output)
             if not self._module.automatic_optimization:
                 return None
-            loss, may_grow = loss_of(output), parallel.synchronizes and self._raysgd.context.settings.may_grow
-            if loss is None and (may_grow or parallel.num_ranks > 1):
+            loss, may_grow = loss_of(output), sync.averages and self._raysgd.context.settings.may_grow
+            if loss is None and (may_grow or sync.num_ranks > 1):
                 raise ValueError(
                     "`training_step` returned None, which works on a single worker only, to which none can be added: "
                     "other workers would wait for the gradients of the batch. Return `0 * loss` instead, which counts "
@@ -323,17 +317,17 @@ class LightningOperator(TrainingOperator):
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
-        parallel, leg = self._raysgd.parallel, self._raysgd.parallel.leg
-        leg.use()
-        leg.ledger.end_own_work()
-        if leg.rules.has_several:
-            loss = loss * leg.add_up(None, parallel.num_ranks)
-        with self.timers.record("grad"):
+        precision = self._raysgd.precision
+
+        def run(loss: torch.Tensor) -> None:
             if self._hooks.overrides("backward") or arguments or options:
-                scaler = self._raysgd.precision.scaler
+                scaler = precision.scaler
                 self._module.backward(scaler.scale(loss) if scaler else loss, *arguments, **options)
             else:
-                self._raysgd.precision.backward(loss, optimizer)
+                precision.backward(loss, optimizer)
+
+        with self.timers.record("grad"):
+            self._raysgd.gradients.backward(loss, optimizer, run=run, clears=False)
         self._hooks.call("on_after_backward")
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
@@ -342,7 +336,7 @@ class LightningOperator(TrainingOperator):
         The module gets its optimizers in `SteppingOptimizer` wrappers, whose `step` calls this method. If all workers
         have skipped all batches of the step, the optimizer does not step.
         """
-        loss, batch = closure() if closure is not None else None, self._raysgd.parallel.leg.batch
+        loss, batch = closure() if closure is not None else None, self._raysgd.sync.leg.batch
 
         def before(optimizer: Any) -> None:
             self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
@@ -350,14 +344,14 @@ class LightningOperator(TrainingOperator):
                 self._hooks.call("configure_gradient_clipping", optimizer, None, None)
 
         with self.timers.record("apply"):
-            self._raysgd.gradients.apply([optimizer], before)
+            self._raysgd.gradients.apply(optimizer, before)
         if not (self._module.automatic_optimization or id(optimizer) in batch.skipped):
             self._count_step()
         return loss
 
     def _is_stopped_at(self, batch: Any, batch_idx: int) -> bool:
         stops = self._hooks.call("on_train_batch_start", batch, batch_idx, dataloader_idx=0) == -1
-        if not (self._raysgd.parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
+        if not (self._raysgd.sync.averages and self._hooks.overrides("on_train_batch_start")):
             return stops
         return self._raysgd.sum_over_workers(float(stops))[0] > 0  # stop on all ranks, or the others would wait
 
@@ -366,7 +360,7 @@ class LightningOperator(TrainingOperator):
 
         The batches of a loader without a length are not consumed, because there may be no end to them.
         """
-        leg = self._raysgd.parallel.leg
+        leg = self._raysgd.sync.leg
         leg.end_waiting()  # tell the other ranks not to wait for a backward pass of this rank
         if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:

@@ -16,7 +16,7 @@ from raysgd.torch.checkpoints.divided_folder import WrittenPart
 from raysgd.torch.hosting.torch_hosted import TorchHostedOperator
 from raysgd.torch.objects.moving import packed
 from raysgd.torch.operator.settings import TorchSettings
-from raysgd.torch.parallel.strategy import unwrap
+from raysgd.torch.parallel.tensors import unwrap
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.runner import ClassRunner
 

@@ -26,8 +26,8 @@ from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.registering_operator import RegisteringOperator
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step import schedulers
-from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau
+from raysgd.torch.step.steps import backward_with
 from raysgd.trainer.messages.epochs import VALIDATES, bind_batch_info
 from raysgd.trainer.worker.operator import is_stock, made_by_hand, required, rung
 from raysgd.utils import BATCH_WEIGHT
@@ -128,7 +128,7 @@ class TrainingOperator(RegisteringOperator):
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
         validates, has_scheduler = info.get(VALIDATES, False), getattr(self, "scheduler", None) is not None
         by_batch, by_epoch = schedulers.schedulers_of(self, validates) if has_scheduler else ([], [])
-        meters, leg, train_batch = internals.take_meters(), internals.parallel.leg, bind_batch_info(self.train_batch)
+        meters, leg, train_batch = internals.take_meters(), internals.sync.leg, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_metrics()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
@@ -185,13 +185,13 @@ class TrainingOperator(RegisteringOperator):
             loss, weight = internals.parts_of_forward(self.forward(features, target))[1:]
         size = internals.size_of(features, target, weight)
         metrics = internals.report({"train_loss": loss.detach(), **size})
-        with internals.choice.acting_on_usual():
+        with internals.gradients.acting_on_usual():
             with self.timers.record("grad"):
                 if weight is None:
                     self.backward(loss)
                 else:
                     backward_with(self, loss, weight)
-            if internals.parallel.leg.plan.sync_gradients:
+            if internals.sync.leg.plan.sync_gradients:
                 with self.timers.record("apply"):
                     self.optimizer_step()
         return metrics
@@ -242,11 +242,7 @@ class TrainingOperator(RegisteringOperator):
             ValueError: It is unclear which optimizer the loss trains, the weight is invalid, or user code cleared the
                 gradients of earlier batches of the step.
         """
-        internals = self._raysgd
-        chosen = internals.choice.chosen("backward", optimizer)
-        are_alone = len(internals.choice.registered) == 1
-        bystanders = [] if are_alone else internals.choice.bystanders(optimizer, chosen)
-        internals.gradients.compute(loss, chosen, bystanders, weight, internals.trained_parameters)
+        self._raysgd.gradients.backward(loss, optimizer, weight)
 
     @rung
     def optimizer_step(self, optimizer: Any = None) -> None:
@@ -261,7 +257,7 @@ class TrainingOperator(RegisteringOperator):
         Raises:
             ValueError: It is unclear which optimizer to step.
         """
-        self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
+        self._raysgd.gradients.apply(optimizer)
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
         """Return the number of batches to accumulate per optimizer step.

@@ -208,8 +208,8 @@ def test_gradients_travel_by_nccl() -> None:
     parallel = DDP()
     model = parallel.wrap(torch.nn.Linear(2, 1, bias=False).cuda(), [torch.cuda.current_device()], {})
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=True)
-    parallel.leg.begin_batch(BatchPlan(1, sample_weight=0.5))
+    parallel.sync.begin_leg([model], may_run_backward=True)
+    parallel.sync.leg.begin_batch(BatchPlan(1, sample_weight=0.5))
     model(torch.ones(1, 2, device="cuda")).sum().backward()
     assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
     with parallel.evaluating([model]), torch.no_grad():
@@ -230,7 +230,7 @@ def test_models_are_divided_on_a_gpu() -> None:
     with parallel.evaluating([model]), torch.no_grad():
         model(torch.ones(2, 4, device=device))
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=False)
+    parallel.sync.begin_leg([model], may_run_backward=False)
     model(torch.ones(2, 4, device=device)).sum().backward()
     optimizer.step()
     after = parallel.state_of(model)

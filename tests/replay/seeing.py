@@ -64,7 +64,7 @@ class Seeing(LinearOperator):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         write_down(self, batch[1].tolist(), batch_info)
         metrics = super().train_batch(batch, batch_info)
-        self.is_new_step = self._raysgd.parallel.leg.plan.ends_global_batch
+        self.is_new_step = self._raysgd.sync.leg.plan.ends_global_batch
         return metrics
 
 
@@ -76,5 +76,5 @@ class StreamSeeing(StreamOperator):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         write_down(self, batch[1][:, 1].int().tolist(), batch_info)
         metrics = super().train_batch(batch, batch_info)
-        self.is_new_step = self._raysgd.parallel.leg.plan.ends_global_batch
+        self.is_new_step = self._raysgd.sync.leg.plan.ends_global_batch
         return metrics

@@ -15,11 +15,6 @@ STEP = {"accumulation", "added", "batch", "cursor", "leg", "loop", "parts", "rec
 OWN = {f"torch/parallel/{name}.py" for name in ("leg", "record", "scale", "undo")}
 """Their classes. A `Leg` has its `BatchRecord` and its `Accumulation`, and `Undo` fills what it has saved."""
 
-ALLOWED = {
-    "torch/parallel/ddp_hooks.py: record.is_averaged",  # the communication hook is the one who knows
-    "torch/parallel/ordered.py: record.is_averaged",
-}
-
 
 def set_from_outside(source: str) -> Iterator[str]:
     """The attributes of a step's objects that a module sets."""
@@ -41,7 +36,7 @@ def test_nobody_but_a_steps_object_itself_sets_its_attributes() -> None:
     found = {
         f"{name}: {each}" for name, source in by_file.items() if name not in OWN for each in set_from_outside(source)
     }
-    assert found <= ALLOWED, found - ALLOWED
+    assert not found, found
 
 
 def test_the_ways_to_set_an_attribute_are_seen() -> None:

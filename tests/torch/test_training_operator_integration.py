@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
-from raysgd.torch.parallel.strategy import unwrap
+from raysgd.torch.parallel.tensors import unwrap
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from raysgd.core.connections.torch import end_process_group
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.strategy import Strategy, unwrap
+from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.tensors import unwrap
 
 
 def a_model() -> torch.nn.Module:

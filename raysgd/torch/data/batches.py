@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import default_collate
 
 from raysgd.core.text.frames import defined_at
-from raysgd.torch.parallel.strategy import unwrap
+from raysgd.torch.parallel.tensors import unwrap
 
 _MOST_BYTES_COPIED = 2**20
 

@@ -130,7 +130,7 @@ class TorchFeed(DataFeed):
         return StreamSource(data, self._ranks, seed, TensorCollate(), DrawnItem, NO_BATCH)
 
     def _plain_source(self, loader: Any, training: bool) -> PlainSource:
-        return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
+        return PlainSource(loader, is_in_lockstep=training and self._parallel.sync.averages)
 
     def take_rank(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
         """Reshard the registered data after the number of workers has changed.

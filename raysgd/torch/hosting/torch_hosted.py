@@ -35,8 +35,11 @@ from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.ddp_sync import DDPSync
 from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.peer_metrics import PeerMetrics
 from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import bind_batch_info
@@ -113,8 +116,8 @@ class TorchHostedOperator(HostedOperator):
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
         undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
-        self.parts = TorchParts(self.operator, self.parallel, self.feed, undo)
-        self.internals.gradients.tell(self.parts.note_step)
+        self.parts = TorchParts(self.operator, self.parallel.sync, self.feed, undo)
+        self.internals.gradients.watch_last()
         self.parallel.attach(self.internals.registered.wrapped)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.parts.waiting_parameters)
         registered = self.internals.registered
@@ -174,7 +177,7 @@ class TorchHostedOperator(HostedOperator):
             validation_data=validation.signature if isinstance(validation, ShardedLoader | StreamData) else None,
             seed=train.seed_hint if isinstance(train, ShardedLoader) else self._initial_seed,
             keeps_own_state=not is_plain(self.operator, "state_dict"),
-            is_synchronous=self.parallel.synchronizes,
+            is_synchronous=self.parallel.sync.averages,
             is_sharded=self.parallel.is_sharded,
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else self.internals.data.ray_batches,
@@ -232,7 +235,7 @@ class TorchHostedOperator(HostedOperator):
                 bind_batch_info(operator.train_batch)(batch[0], info)
         finally:
             metric_objects.reset(operator, self.internals.registered)
-            self.parallel.end_leg()
+            self.parallel.sync.end_leg()
 
     @property
     def group_obstacle(self) -> str | None:
@@ -255,7 +258,7 @@ class TorchHostedOperator(HostedOperator):
 
     @property
     def exchanges_rows(self) -> bool:
-        return self.parallel.tells_rows and mesh_group() is not None
+        return self.parallel.sync.peers is not None and mesh_group() is not None
 
     def names_of_all(self) -> Collection[str] | None:
         if not self.world.is_distributed:
@@ -276,12 +279,12 @@ class TorchHostedOperator(HostedOperator):
         if self._prediction is not None:
             self._prediction.close()
         self._modes = self._prediction = None
-        internals, parallel, parts, source = self.internals, self.parallel, self.parts, loop.cursor.source
-        is_divided = self.feed.is_divided(loop.cursor)
+        internals, sync, share = self.internals, self.parallel.sync, None
+        parts, source, is_divided = self.parts, loop.cursor.source, self.feed.is_divided(loop.cursor)
         # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
         # rank's metrics.
-        sends_rows = parallel.tells_rows and self.epoch_obstacle is None and is_divided
-        share = parallel.sharing(run, self.world.size) if sends_rows else None
+        if sync.peers is not None and self.epoch_obstacle is None and is_divided:
+            share = sync.peers.sharing(run, self.world.size)
         leg = parts.begin_leg(run.epoch_idx, source, ledger=self.ledger, share=share)
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
@@ -290,12 +293,11 @@ class TorchHostedOperator(HostedOperator):
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             parts.undo.open_call(can_continue and is_divided)
-            recording = nullcontext() if leg.recorder is None else leg.recorder.of_call()
-            with recording, self._in_shares(run, source), noting:
+            with leg.recorder.of_call(), self._in_shares(run, source), noting:
                 yield
             leg.items.check_counted()
         finally:
-            parallel.end_leg()
+            sync.end_leg()
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
         """Return a context manager that adds advice to PyTorch's errors while the call trains.
@@ -309,13 +311,13 @@ class TorchHostedOperator(HostedOperator):
             source: Source of the batches on which the call trains.
         """
         is_distributed = self.world.is_distributed
-        is_divided = source.is_divided and (is_distributed or self.parallel.leg.rules.num_shards > 0)
+        is_divided = source.is_divided and (is_distributed or self.parallel.sync.leg.rules.num_shards > 0)
         if isinstance(source, DividedLoaderSource):
             is_whole_pass = is_divided and run.num_steps is None
             source.check_plan = partial(check_norms, self.internals.registered.wrapped) if is_whole_pass else None
         if not (is_distributed or is_divided):
             return nullcontext()
-        stack, models, leg = ExitStack(), self.internals.registered.wrapped, self.parallel.leg
+        stack, models, leg = ExitStack(), self.internals.registered.wrapped, self.parallel.sync.leg
         stack.enter_context(with_advice(models, leg if is_divided else None))
         if is_divided and is_distributed and not self.parallel.is_sharded:
             stack.enter_context(comparing_sizes(lambda: leg.plan.sample_weight != 1.0))
@@ -400,16 +402,16 @@ def _make_parallel(settings: TorchSettings, world: World, device: torch.device) 
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
 
         return HorovodByHand() if settings.strategy == "none" else HorovodParallel(world.size)
-    alone, several = Strategy, DDP
+    alone, several = GradientSync, DDPSync
     if settings.batch_options.deterministic:
-        from raysgd.torch.parallel.ordered import OrderedAlone, OrderedDDP
+        from raysgd.torch.parallel.ordered import OrderedDDPSync, OrderedSync
 
-        alone, several = OrderedAlone, OrderedDDP
+        alone, several = OrderedSync, OrderedDDPSync
     if not (world.is_distributed or settings.may_grow) or settings.strategy == "none":
-        return alone(has_others=world.is_distributed)
+        return Strategy(alone(has_others=world.is_distributed))
     if settings.strategy == "ddp":
         # Do not send metrics in each step from a GPU, because reading them would wait for the device.
-        return several(tells_rows=device.type == "cpu")
+        return DDP(several(PeerMetrics() if device.type == "cpu" else None))
     from raysgd.torch.parallel.fsdp import FSDP  # imported only if needed, because it loads more parts of PyTorch
 
     return FSDP(device, world.size, settings.fsdp_options)

@@ -22,9 +22,10 @@ from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.parallel.tensor_copies import lacks_memory
 from raysgd.torch.parallel.undo import Mode, Undo
-from raysgd.torch.step.gradients import step_with, tells_of_steps
+from raysgd.torch.step.steps import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.ledger import Ledger
@@ -47,7 +48,7 @@ class TorchParts(StepParts):
 
     Args:
         operator: Operator that trains.
-        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
+        sync: Averages the gradients of each step over the workers.
         feed: Provides the operator's data.
         undo: Copies the state that batches change, and restores it.
 
@@ -57,9 +58,9 @@ class TorchParts(StepParts):
 
     _feed: TorchFeed
 
-    def __init__(self, operator: TrainingOperator, parallel: Strategy, feed: TorchFeed, undo: Undo) -> None:
+    def __init__(self, operator: TrainingOperator, sync: GradientSync, feed: TorchFeed, undo: Undo) -> None:
         super().__init__(feed)
-        self._operator, self._parallel, self._internals = operator, parallel, operator._raysgd
+        self._operator, self._sync, self._internals = operator, sync, operator._raysgd
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
         self._global_step = 0  # the operator's `global_step` at the last commit
@@ -69,14 +70,14 @@ class TorchParts(StepParts):
 
     @property
     def step(self) -> Leg:
-        return self._parallel.leg
+        return self._sync.leg
 
     def begin_pass(self) -> None:
         """Check that user code has called `rewrap` if it froze or unfroze parameters, or added parameter groups."""
         self._internals.trained.check(self._operator._freezes_in_batches)
 
     def open(self, plan: BatchPlan, item: DrawnItem) -> None:
-        leg = self._parallel.leg
+        leg = self._sync.leg
         if plan.total_samples is None and leg.rules.has_several:
             plan = plan._replace(total_samples=count_samples(item.batch))
         leg.begin_batch(plan)
@@ -103,11 +104,11 @@ class TorchParts(StepParts):
         return not self.so_far.ranks_are_apart and self.undo.can_restore(self.step.record)
 
     def commit(self, has_step: bool = False) -> None:
-        record, undo, self._global_step = self._parallel.leg.commit(has_step), self.undo, self._operator.global_step
+        record, undo, self._global_step = self._sync.leg.commit(has_step), self.undo, self._operator.global_step
         if record.saved is not None:
             undo.forget(record)
             if undo.mode != "never":
-                self.so_far = self.so_far.after(record, lambda: self._parallel.num_ranks, undo.waiting_parameters)
+                self.so_far = self.so_far.after(record, lambda: self._sync.num_ranks, undo.waiting_parameters)
 
     end_call = commit
 
@@ -126,15 +127,6 @@ class TorchParts(StepParts):
         """Return the parameters that have gradients with which no optimizer has stepped yet."""
         return self.undo.waiting_parameters(self.step.record)
 
-    def note_step(self, optimizer: Any, *_: Any, number: int) -> None:
-        """Record that an optimizer is about to step. PyTorch calls this after the hooks of the user."""
-        leg = self._parallel.leg
-        if leg.recorder is not None:
-            leg.recorder.note(f"optimizer {number} stepped")
-        leg.record.stepped.add(id(optimizer))
-        if leg.undo is not None:
-            leg.undo.see_step(leg.record)
-
     def plain(self, value: Any) -> Any:
         """Convert a tensor without dimensions to a number, and move any other tensor to the CPU."""
         if isinstance(value, torch.Tensor):
@@ -146,7 +138,7 @@ class TorchParts(StepParts):
 
     @property
     def joint_work(self) -> JointWork | None:
-        return None if self.step.recorder is None else self.step.recorder.work
+        return self.step.recorder.work
 
     # ---------------------------------------------------------------------------------------- the steps of a call
 
@@ -187,10 +179,10 @@ class TorchParts(StepParts):
                     f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
                     "batch size by this number, and pass `micro_batch_size`."
                 )
-        leg = self._parallel.begin_leg(
+        leg = self._sync.begin_leg(
             internals.registered.wrapped,
             self._may_run_backward,
-            rules=StepRules(self._parallel.synchronizes, window, micro_batches, num_shards),
+            rules=StepRules(self._sync.averages, window, micro_batches, num_shards),
             undo=self.undo if self.undo.is_told_of_batches else None,
             may_defer=internals.precision.can_defer,
             **options,
@@ -205,7 +197,7 @@ class TorchParts(StepParts):
         Raises:
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
         """
-        leg, name = self._parallel.leg, type(self._operator).__name__
+        leg, name = self._sync.leg, type(self._operator).__name__
         if leg.accumulation is not None:
             leg.end_batch()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)

@@ -33,8 +33,9 @@ class BatchMetrics(Internals):
     """Counts the samples of batches, weights their metrics, and holds the metrics back until their step is complete.
 
     Attributes:
-        parallel: Strategy, such as DDP, that keeps the workers' models in sync. While batches are trained, its `leg` is
-            also the `leg` of this object.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
+        sync: Averages the gradients of each step. While batches are trained, its `leg` is also the `step` of this
+            object.
         loss_calls: Notifies listeners of calls to the criterion.
         evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
     """
@@ -45,6 +46,7 @@ class BatchMetrics(Internals):
         super().__init__(config, context)
         self._operator = operator
         self.parallel: Strategy = context.parallel
+        self.sync = context.parallel.sync
         self.loss_calls = LossCalls()
         self.evaluated: list[LossCall] = []
         self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
@@ -61,7 +63,7 @@ class BatchMetrics(Internals):
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
         """Return the entries that the library adds to the `batch_info` of a training batch."""
-        is_padding = self.parallel.leg.plan.is_padding
+        is_padding = self.sync.leg.plan.is_padding
         return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: is_padding}
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
@@ -120,7 +122,7 @@ class BatchMetrics(Internals):
         operator's `global_step` is incremented at once, if the batch is the last part of its global batch. Pending
         metrics become final only once the training loop requests the next batch.
         """
-        leg, reported, self._reported = self.parallel.leg, self._reported, None
+        leg, reported, self._reported = self.sync.leg, self._reported, None
         if leg.batch.waits:  # `train_batch` ran no backward pass
             leg.skip()
         waits = reported is not None and metrics is reported and not self.logged

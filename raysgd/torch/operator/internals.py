@@ -6,9 +6,8 @@ It is stored in the operator's attribute `_raysgd`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from collections.abc import Iterator, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -31,105 +30,7 @@ from raysgd.trainer.worker.operator import required
 
 logger = logging.getLogger(__name__)
 
-_NOTHING = nullcontext()
 _FORMER_NAME = "remakes_frozen"  # of `excludes_frozen_from_state`
-
-
-class OptimizerChoice:
-    """Determines which optimizers the operator's `backward` or `optimizer_step` acts on.
-
-    The method acts on the first of these that exists:
-
-    - the optimizer, or list of optimizers, that user code passes as the argument `optimizer`
-    - the optimizer that a library method, such as the default `train_batch`, has chosen before it calls this method
-    - `self.optimizer`, if only one optimizer is registered
-
-    Args:
-        default: Function that returns the operator's `self.optimizer`, and raises if the operator has none.
-
-    Attributes:
-        registered: All registered optimizers.
-    """
-
-    def __init__(self, default: Callable[[], Any], registered: Sequence[Any] = ()) -> None:
-        self.registered = registered
-        self._default = default
-        self._acting: Any = None
-
-    def acting_on_usual(self) -> AbstractContextManager[None]:
-        """Let `backward` and `optimizer_step` act on `self.optimizer` in the `with` block.
-
-        If user code passes the argument `optimizer`, this argument takes precedence.
-        """
-        return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
-
-    @contextmanager
-    def acting_on(self, optimizer: Any) -> Iterator[None]:
-        """Let `backward` and `optimizer_step` act on an optimizer in the `with` block.
-
-        If user code passes the argument `optimizer`, this argument takes precedence. A user's override of `backward` or
-        `optimizer_step` may lack the parameter `optimizer`. When it calls the original method, that method still acts
-        on the right optimizer.
-        """
-        before, self._acting = self._acting, optimizer
-        try:
-            yield
-        finally:
-            self._acting = before
-
-    def chosen(self, method: str, given: Any) -> list[Any]:
-        """Return the optimizers that a method acts on.
-
-        Args:
-            method: Name of the method, for errors.
-            given: Value of the method's argument `optimizer`: an optimizer, a list of optimizers, or None.
-
-        Raises:
-            ValueError: It is unclear which optimizers the method should act on.
-        """
-        if given is not None:
-            chosen = list(given) if isinstance(given, list | tuple) else [given]
-            if not chosen or not all(hasattr(each, "zero_grad") and hasattr(each, "step") for each in chosen):
-                raise ValueError(
-                    f"`optimizer={given!r}`: pass an optimizer that `register` returned, or a list of them."
-                )
-            return chosen
-        if self._acting is not None:
-            return [self._acting]
-        num_registered = len(self.registered)
-        if num_registered > 1:
-            arguments = "loss, " if method == "backward" else ""
-            raise ValueError(
-                f"`self.{method}` was called without `optimizer`, and {num_registered} optimizers are registered: pass "
-                f"the one that it is for, as in `self.{method}({arguments}optimizer=self.optimizer)`, or a list of "
-                "them. The gradients of the others would add up."
-            )
-        return [self._default()]
-
-    def of_step(self, given: Any) -> list[Any]:
-        """Return the registered optimizers that a call to a user's `optimizer_step` is for. Empty if that is unclear.
-
-        Args:
-            given: First argument of the call; None if it has no argument.
-        """
-        if len(self.registered) == 1:
-            return [*self.registered]
-        given = self._acting if given is None else given
-        chosen = given if isinstance(given, list | tuple) else [given]
-        return [each for each in self.registered if any(each is one for one in chosen)]
-
-    def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
-        """Return the optimizers on which `backward` does not act, but whose gradients it must also clear.
-
-        If user code passed no optimizer to `backward`, the batch has only one loss, which may have gradients for
-        parameters of all registered optimizers.
-
-        Args:
-            given: Argument `optimizer` of `backward`. If it is not None, the result is an empty list.
-            chosen: Optimizers that `backward` acts on. If `given` is None, there is exactly one.
-        """
-        registered = () if given is not None else self.registered
-        return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
 
 
 class TorchInternals(BatchMetrics):
@@ -140,7 +41,6 @@ class TorchInternals(BatchMetrics):
         data: Data loaders that the operator registered.
         scheduler_step_freq: When the library steps schedulers: "batch", "epoch", "manual" or None.
         precision: Numeric precision of the training.
-        choice: Determines which optimizers `backward` and `optimizer_step` act on.
         trained: Records frozen parameters and optimizers' parameter groups; None before the end of `setup`.
         remade: Frozen parameters that snapshots and checkpoints omit; None without `excludes_frozen_from_state`.
         gradients: Computes gradients, and steps optimizers. It also clips gradients if user code calls `step` itself.
@@ -152,15 +52,14 @@ class TorchInternals(BatchMetrics):
     def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
         super().__init__(operator, config, context)
         self.data = RegisteredData()
-        self.choice = OptimizerChoice(partial(required, operator, "optimizer"))
         self._keep(RegisteredObjects())
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision = context.precision
         self.gpu = context.device if context.use_gpu else None
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
-        parts = operator, context.precision, context.parallel
-        self.gradients = Gradients(*parts, context.settings.step_options, self.callbacks, self.once)
+        parts = operator, context.precision, self.sync, context.settings.step_options, self.callbacks
+        self.gradients = Gradients(*parts, once=self.once)
         self.trained: Any = None
         self.remade: Any = None
 
@@ -203,7 +102,7 @@ class TorchInternals(BatchMetrics):
         return self.registered.returned
 
     def _keep(self, registered: RegisteredObjects) -> None:
-        self.registered, self.choice.registered = registered, registered.optimizers
+        self.registered = registered
 
     def begin_training(self, reports_ahead: bool = False) -> None:
         """Prepare for training at the end of `setup`. From now on, the gradients of frozen parameters are not averaged.
@@ -229,8 +128,8 @@ class TorchInternals(BatchMetrics):
 
         @wraps(own)
         def optimizer_step(*args: Any, **options: Any) -> Any:
-            chosen = self.choice.of_step(options.get("optimizer", args[0] if args else None))
-            return own(*args, **options) if self.gradients.are_ready(chosen) else None
+            is_due = self.gradients.are_ready(options.get("optimizer", args[0] if args else None))
+            return own(*args, **options) if is_due else None
 
         self._operator.optimizer_step = optimizer_step
 

@@ -26,8 +26,8 @@ from raysgd.torch.objects.blocks import checkpoint_activations
 from raysgd.torch.objects.criteria import observable
 from raysgd.torch.objects.filling import is_empty, refuse_states
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
-from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
-from raysgd.torch.parallel.strategy import unwrap
+from raysgd.torch.parallel.ddp_sync import COMM_HOOK
+from raysgd.torch.parallel.tensors import unwrap
 from raysgd.trainer.worker.operator import RegisteredParts, parts_of
 
 logger = logging.getLogger(__name__)
@@ -344,7 +344,7 @@ def _with_criterion(
 def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
     """Reject optimizers with parameters that belong to no registered module. With a single worker, only warn."""
     is_distributed = context.world.is_distributed
-    if is_distributed and not context.parallel.synchronizes:
+    if is_distributed and not context.parallel.sync.averages:
         return  # with `strategy="none"`, user code keeps the workers' models in sync
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     found = outsiders(optimizers, modules, operator)
@@ -446,7 +446,7 @@ def _of_ray(context: OperatorContext, batches: RayBatches, make_batch: Convert, 
     """Return a loader over a Ray Data dataset. The driver shards the dataset, unless each worker reads all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
-    if training and is_shared and not context.parallel.synchronizes:
+    if training and is_shared and not context.parallel.sync.averages:
         raise InvalidRegistrationError(
             "`register_data(train_loader=...)` got a dataset of Ray Data, which several workers share only if they "
             'step together. With `strategy="none"` pass `add_dist_sampler=False` too, and give each worker a '

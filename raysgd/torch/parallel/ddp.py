@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.private_names import require_names
-from raysgd.torch.parallel import ddp_hooks
-from raysgd.torch.parallel.scale import Scale
-from raysgd.torch.parallel.strategy import Pass, Strategy, reachable, take_from_first, trainable
+from raysgd.torch.parallel import ddp_sync
+from raysgd.torch.parallel.ddp_sync import DDPSync, wrappers
+from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.tensors import take_from_first, trainable
 
 
 @dataclass(eq=False)
@@ -37,22 +37,14 @@ class DDP(Strategy):
     """The strategy that wraps every model with trainable parameters in `DistributedDataParallel`.
 
     Args:
-        tells_rows: True to send each rank's metrics to the other ranks in each step.
-
-    Attributes:
-        averaged: For each model whose gradients have been all-reduced completely since a second backward pass began,
-            the ID of one of its parameters.
+        sync: Averages the gradients of each step.
     """
 
-    synchronizes = _defers = _defers_any = True
+    sync: DDPSync
 
-    def __init__(self, tells_rows: bool = False) -> None:
-        super().__init__(tells_rows=tells_rows)
+    def __init__(self, sync: DDPSync | None = None) -> None:
+        super().__init__(sync or DDPSync())
         self._wrapped: list[_WrappedModel] = []
-        self._hooked: set[int] = set()  # IDs of the wrappers that have raysgd's communication hook
-        self._numbers: dict[int, int] = {}  # by the ID of a wrapper: its number in messages about the model
-        self._uncovered: list[torch.nn.Parameter] = []
-        self.averaged: set[int] = set()
 
     def wrap(
         self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
@@ -76,26 +68,21 @@ class DDP(Strategy):
         if not self.shares_frozen:
             take_from_first((*covered, *model.buffers()))
             init_sync = False
-        wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
+        wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_sync.without_hook(options))
         require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # set by this class
         require_names(wrapped, "parameters_to_ignore", "process_group")
-        ddp_hooks.check_group(wrapped, options)
-        if options.get(ddp_hooks.COMM_HOOK) is not None:
-            self._register_hook(wrapped, options)
+        ddp_sync.check_group(wrapped, options)
+        if options.get(ddp_sync.COMM_HOOK) is not None:
+            self.sync.register(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
         return wrapped
-
-    def _register_hook(self, wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
-        number = self._numbers.setdefault(id(wrapped), len(self._numbers) + 1)
-        ddp_hooks.register(self, wrapped, options, f"model {number} exchanged gradients")
-        self._hooked.add(id(wrapped))
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
         return next((each.model.parameters_to_ignore for each in self._wrapped if each.model.module is model), None)
 
     @property
     def obstacle(self) -> str | None:
-        return next(filter(None, (ddp_hooks.obstacle(each.options) for each in self._wrapped)), None)
+        return next(filter(None, (ddp_sync.obstacle(each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:
         """Reinitialize each wrapper for the new worker group, in place, because user code refers to the wrappers."""
@@ -111,7 +98,7 @@ class DDP(Strategy):
             covered = trainable(each.model.module) or _with_gradients(each.model.module)
             if is_agreed and [*map(id, covered)] == [*map(id, each.covered)]:
                 continue
-            obstacle = None if is_agreed else ddp_hooks.obstacle(each.options)
+            obstacle = None if is_agreed else ddp_sync.obstacle(each.options)
             if obstacle is not None:
                 raise ValueError(
                     f"`self.rewrap()` cannot wrap a model again, because {obstacle}: freeze and unfreeze in `setup`, "
@@ -122,26 +109,18 @@ class DDP(Strategy):
                 take_from_first((*covered, *each.model.module.buffers()))
             self._build_anew(each, init_sync=not is_agreed and self.shares_frozen)
         covered_ids = {id(parameter) for each in ours for parameter in each.covered}
-        parts = [*(each.model for each in ours), *self._left_out]
-        self._uncovered = [p for part in parts for p in part.parameters() if id(p) not in covered_ids]
+        parts = [*(each.model for each in ours), *self.sync.left_out]
+        self.sync.uncovered = [p for part in parts for p in part.parameters() if id(p) not in covered_ids]
 
     def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
         wrapped = each.model
         # Keep attributes that every module has, such as hooks and the training mode. User code may have set them.
         kept = {name: vars(wrapped)[name] for name in vars(torch.nn.Module())}
         with _training_only(each.covered, wrapped.module):
-            wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_hooks.without_hook(each.options))  # type: ignore[misc]
+            wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_sync.without_hook(each.options))  # type: ignore[misc]
         vars(wrapped).update(kept)
-        if id(wrapped) in self._hooked:
-            self._register_hook(wrapped, each.options)
-
-    def check_step(self) -> None:
-        if any(parameter.requires_grad for parameter in self._uncovered):
-            raise ValueError(
-                "Parameters were unfrozen (`requires_grad=True`) since `setup` or the last `self.rewrap()`, and their "
-                "gradients were not averaged over the workers. Call `self.rewrap()` after you unfreeze parameters, "
-                "before the next batch is drawn."
-            )
+        if self.sync.is_hooked(wrapped):
+            self.sync.register(wrapped, each.options)
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """Install a communication hook on each model that has none yet.
@@ -152,50 +131,9 @@ class DDP(Strategy):
             ValueError: The user registered a communication hook on a model, and PyTorch allows only one per model. Or
                 the user wrapped a model with a `process_group`.
         """
-        for model in _wrappers(models):
-            if id(model) not in self._hooked:
-                self._register_hook(model, next((each.options for each in self._wrapped if each.model is model), {}))
-
-    def _set_sync(self, is_now: bool) -> None:
-        for model in _wrappers(self._models):  # as `DistributedDataParallel.no_sync` does
-            model.require_backward_grad_sync = is_now
-
-    def average_deferred(self, parameters: Sequence[torch.Tensor]) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if not trained:
-            return
-        self.leg.note_all_reduce()
-        counts = torch.tensor([each.grad is not None for each in trained], dtype=torch.float64, device=reachable())
-        with self.leg.record.noting_losses():
-            self.all_sum(counts)
-            used = [parameter for parameter, count in zip(trained, counts.tolist(), strict=True) if count]
-            for parameter in used:
-                if parameter.grad is None:  # another rank has a gradient, so this rank contributes zeros
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-                parameter.grad.div_(self.num_ranks)
-        self.leg.record.wait()
-
-    def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
-        usual = super().backward_pass(scale, parameters, is_second)
-        return self._second_pass(scale, parameters) if is_second else usual
-
-    @contextmanager
-    def _second_pass(self, scale: Scale, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Run a second backward pass of the same batch in the `with` block, then average the gradients over the ranks.
-
-        `DistributedDataParallel` averages gradients only once after each forward pass, so it does not always average
-        the gradients of a second backward pass. If it did not, this method averages the sums of old and new gradients.
-        The old gradients are already the same on all ranks, so averaging does not change their part of the sum. With
-        gradient accumulation, gradients are averaged only in the last batch of a step.
-        """
-        self.averaged.clear()
-        with self.leg.weighting(scale):
-            yield
-        if self.leg.plan.sync_gradients:
-            models = [{*map(id, each.model.parameters())} for each in self._wrapped]
-            done = set().union(*(ids for ids in models if ids & self.averaged))
-            self.average_deferred([parameter for parameter in parameters if id(parameter) not in done])
+        for model in wrappers(models):
+            if not self.sync.is_hooked(model):
+                self.sync.register(model, next((each.options for each in self._wrapped if each.model is model), {}))
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -203,7 +141,7 @@ class DDP(Strategy):
 
         Ranks may then have different numbers of batches.
         """
-        wrapped = _wrappers(models)
+        wrapped = wrappers(models)
         self._repeat_buffers(wrapped)
         before = [model.require_forward_param_sync for model in wrapped]
         try:
@@ -235,7 +173,3 @@ def _training_only(covered: Iterable[torch.nn.Parameter], model: torch.nn.Module
     finally:
         for parameter, flag in before:
             parameter.requires_grad_(flag)
-
-
-def _wrappers(models: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
-    return [model for model in models if isinstance(model, DistributedDataParallel)]

@@ -36,7 +36,9 @@ from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.loading import copied
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.strategy import Strategy, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.sync import GradientSync
+from raysgd.torch.parallel.tensors import take_from_first, trainable
 
 _HAS_LEFT = -1  # sent instead of a model's number by a rank that has no batches left
 
@@ -153,6 +155,37 @@ _reduce_scatter: Any = (
 )  # in newer versions of PyTorch, the function has the first name
 
 
+class FSDPSync(GradientSync):
+    """Averages gradients in the reduce-scatter of `fully_shard`, which calls this object."""
+
+    # Gradients of user code must not wait: it may stop accumulating early, and what was not reduced in its backward
+    # pass cannot be reduced later.
+    averages = _defers = True
+
+    def _set_sync(self, is_now: bool) -> None:
+        for root in _roots(self.models):
+            root.set_requires_gradient_sync(is_now)
+
+    def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return True if no parameter has a gradient from earlier batches to which the current batch can add.
+
+        Always return False if communication may be deferred, because `fully_shard` then stores gradients where they
+        cannot be checked.
+        """
+        return not self.defers and super().are_cleared(parameters)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        # Not as an all-reduce of the step: nobody would notice how it ends.
+        self.leg.recorder.note("gradients were exchanged")
+        self.multiply(input_tensor)
+        return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
+
+
 class FSDP(Strategy):
     """The strategy that applies `fully_shard` to every model with trainable parameters.
 
@@ -162,13 +195,10 @@ class FSDP(Strategy):
         options: The trainer's options for this strategy.
     """
 
-    # Not those of user code: it may stop accumulating early, and what was not reduced in its backward pass cannot be
-    # reduced later.
-    synchronizes = _defers = True
     is_sharded = True
 
     def __init__(self, device: torch.device, world_size: int, options: FSDPOptions | None = None) -> None:
-        super().__init__()
+        super().__init__(FSDPSync())
         self._device, self._world_size = device, world_size
         self._options = options or FSDPOptions()
         self._mesh: DeviceMesh | None = None
@@ -235,19 +265,7 @@ class FSDP(Strategy):
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         for part in _sharded_parts(models):
-            part.set_custom_reduce_scatter(_WeightedReduceScatter(self))
-
-    def _set_sync(self, is_now: bool) -> None:
-        for root in _roots(self._models):
-            root.set_requires_gradient_sync(is_now)
-
-    def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return True if no parameter has a gradient from earlier batches to which the current batch can add.
-
-        Always return False if communication may be deferred, because `fully_shard` then stores gradients where they
-        cannot be checked.
-        """
-        return self.leg.begin is None and super().are_cleared(parameters)
+            part.set_custom_reduce_scatter(self.sync)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -347,26 +365,6 @@ class FSDP(Strategy):
             owner, _, attribute = name.rpartition(".")
             setattr(plain.get_submodule(owner), attribute, buffer.detach().cpu().clone())
         return without_checkpointing(plain).train(model.training)
-
-
-class _WeightedReduceScatter:
-    """Reduce-scatter for `fully_shard` that first multiplies this rank's gradients by their weight."""
-
-    def __init__(self, parallel: FSDP) -> None:
-        self._parallel = parallel
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        # Not as an all-reduce of the step: nobody would notice how it ends.
-        leg = self._parallel.leg
-        if leg.recorder is not None:
-            leg.recorder.note("gradients were exchanged")
-        self._parallel.multiply_by_weight(input_tensor)
-        return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _topic(key: torch.Tensor) -> str:

@@ -83,7 +83,8 @@ def _receive_staged(source: int, takers: Sequence[int], device: torch.device) ->
 
 
 def _staged_chain(source: int, takers: Sequence[int], device: torch.device) -> Chain:
-    return Chain(_moving_by_device(_reachable(device), STAGED_BYTES), dist.get_rank(), source, takers, STAGED_BYTES)
+    reached = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    return Chain(_moving_by_device(reached, STAGED_BYTES), dist.get_rank(), source, takers, STAGED_BYTES)
 
 
 def _topic(key: bytes) -> str:
@@ -125,8 +126,3 @@ def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
 
 def _tensor(piece: Bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(piece, np.uint8))
-
-
-def _reachable(device: torch.device) -> torch.device:
-    """Return the device of tensors that the process group can send: `device` with NCCL, otherwise the CPU."""
-    return device if dist.get_backend() == "nccl" else torch.device("cpu")

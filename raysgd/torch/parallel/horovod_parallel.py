@@ -24,17 +24,71 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.checkpoints.checkpoint_file import load_plain
 from raysgd.torch.objects.loading import check_optimizer, with_own_options
 from raysgd.torch.parallel.strategy import Strategy, Summation
+from raysgd.torch.parallel.sync import GradientSync
 
 _NUM_NAMES_OF_SUMS = 8  # number of names for sums; all ranks finish a sum before its name is reused
+
+
+class HorovodSync(GradientSync):
+    """Averages the gradients of wrapped optimizers. Their compression object, which gets each gradient, is this object.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    is_lost = staticmethod(is_connection_error)
+
+    def __init__(self, world_size: int) -> None:
+        self.averages = world_size > 1
+        super().__init__()
+        self._hvd = import_horovod()
+        self._optimizers: list[Any] = []
+        self._num_sums, self._backward_pass = 0, -1
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self._hvd.size()) if self.averages else 1
+
+    def start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
+        self._num_sums += 1
+        name = f"raysgd.sum.{self._num_sums % _NUM_NAMES_OF_SUMS}"
+        return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
+
+    def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return a gradient times this rank's weight, and None. Horovod calls this before it sends the gradient."""
+        gradient = gradient.contiguous()  # Horovod requires contiguous tensors
+        self.multiply(gradient)
+        return gradient, None
+
+    def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
+        """Return the averaged gradient unchanged. Horovod calls this method to undo `compress`."""
+        return gradient
+
+    def watch(self, optimizer: Any) -> None:
+        """Wait for the averages of an optimizer's gradients at the end of each backward pass."""
+        self._optimizers.append(optimizer)
+        for parameter in _trained_by(optimizer):
+            parameter.register_post_accumulate_grad_hook(self._note_backward)
+
+    def _note_backward(self, parameter: torch.Tensor) -> None:
+        """Schedule `_finish_backward` for the end of the running backward pass. Called for each computed gradient."""
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._backward_pass:
+            self._backward_pass = backward_pass
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        self.leg.recorder.note("gradients were exchanged")
+        with self.leg.record.noting_losses(self.is_lost):
+            for each in self._optimizers:
+                each.synchronize()
 
 
 class HorovodByHand(Strategy):
     """The strategy "none" with `backend="horovod"`: the user keeps the workers' models in sync."""
 
-    is_lost = staticmethod(is_connection_error)
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sync: GradientSync | None = None) -> None:
+        super().__init__(sync)
         self._hvd = import_horovod()
 
     def all_sum(self, tensor: torch.Tensor) -> None:
@@ -44,22 +98,19 @@ class HorovodByHand(Strategy):
 class HorovodParallel(HorovodByHand):
     """The strategy "ddp" with `backend="horovod"`. It wraps optimizers instead of models.
 
-    Horovod also gets this object as its compression object, and calls `compress` for each gradient before sending the
-    gradient.
-
     Args:
         world_size: Number of ranks.
     """
 
+    sync: HorovodSync
+
     def __init__(self, world_size: int) -> None:
-        self.synchronizes = world_size > 1
-        super().__init__()
+        super().__init__(HorovodSync(world_size))
         require_names(torch._C, "_current_graph_task_id")
         require_names(torch.autograd.Variable, "_execution_engine")
         self._pairs: list[tuple[Any, Any]] = []  # for each optimizer: the user's object and its wrapper
         self._averaged: set[torch.Tensor] = set()
-        self._num_models = self._num_sums = 0
-        self._backward_pass = -1
+        self._num_models = 0
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """Copy rank 0's parameters and buffers into the model, and return the model."""
@@ -89,11 +140,10 @@ class HorovodParallel(HorovodByHand):
         self._check(optimizer)
         wrapped = self._distributed(optimizer)
         self._pairs.append((optimizer, wrapped))
-        if self.synchronizes:
+        if self.sync.averages:
             self._take_state_of_rank_0(optimizer, wrapped)
-            for parameter in _trained_by(wrapped):
-                self._averaged.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._note_backward)
+            self._averaged.update(_trained_by(wrapped))
+            self.sync.watch(wrapped)
         return wrapped
 
     def _check(self, optimizer: Any) -> None:
@@ -116,7 +166,7 @@ class HorovodParallel(HorovodByHand):
             for index, parameter in enumerate(group["params"])
         ]
         try:
-            wrapped = self._hvd.DistributedOptimizer(plain, named_parameters=names, compression=self)
+            wrapped = self._hvd.DistributedOptimizer(plain, named_parameters=names, compression=self.sync)
         except TypeError as error:
             raise InvalidRegistrationError(
                 f"Horovod creates `{type(plain).__name__}` again from its parameter groups alone, and this failed: "
@@ -127,16 +177,6 @@ class HorovodParallel(HorovodByHand):
         _adapt_class_of(wrapped, type(plain))
         _keep_in_touch(plain, wrapped)
         return wrapped
-
-    def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return a gradient times this rank's weight, and None. Horovod calls this before it sends the gradient."""
-        gradient = gradient.contiguous()  # Horovod requires contiguous tensors
-        self.multiply_by_weight(gradient)
-        return gradient, None
-
-    def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
-        """Return the averaged gradient unchanged. Horovod calls this method to undo `compress`."""
-        return gradient
 
     def _take_state_of_rank_0(self, plain: torch.optim.Optimizer, wrapped: Any) -> None:
         # Horovod's functions for states and objects unpickle what arrives, and anyone can connect to Horovod. They also
@@ -153,7 +193,7 @@ class HorovodParallel(HorovodByHand):
             self.load_optimizer(wrapped, with_own_options(plain, state))
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
-        if self.synchronizes and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):
+        if self.sync.averages and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):
             raise ValueError(
                 "Parameters were unfrozen (`requires_grad=True`) since `register`, but Horovod averages only the "
                 "gradients of parameters that were trainable then. Register them unfrozen, in a group with a learning "
@@ -161,40 +201,17 @@ class HorovodParallel(HorovodByHand):
             )
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
-        return () if self.synchronizes else None
+        return () if self.sync.averages else None
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Copy rank 0's buffers to every rank. With Horovod, forward passes call no collectives that could block."""
-        if self.synchronizes:
+        if self.sync.averages:
             self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
         yield
 
-    @property
-    def num_ranks(self) -> int:
-        return int(self._hvd.size()) if self.synchronizes else 1
-
     def summation(self) -> Summation:
-        return self._start_sum
-
-    def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
-        self._num_sums += 1
-        name = f"raysgd.sum.{self._num_sums % _NUM_NAMES_OF_SUMS}"
-        return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
-
-    def _note_backward(self, parameter: torch.Tensor) -> None:
-        """Schedule `_finish_backward` for the end of the running backward pass. Called for each computed gradient."""
-        backward_pass = torch._C._current_graph_task_id()
-        if backward_pass != self._backward_pass:
-            self._backward_pass = backward_pass
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-
-    def _finish_backward(self) -> None:
-        if self.leg.recorder is not None:
-            self.leg.recorder.note("gradients were exchanged")
-        with self.leg.record.noting_losses(self.is_lost):
-            for _, wrapped in self._pairs:
-                wrapped.synchronize()
+        return self.sync.start_sum
 
 
 def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:

@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from raysgd.torch.parallel.peer_metrics import Share
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.data.rank_rows import Gather
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules
-
-# Sends this rank's metrics (its row) and receives those of the other ranks. The argument gathers rows; None: the mesh.
-Share = Callable[[Gather | None], None]
 
 
 class Leg:
@@ -36,26 +34,21 @@ class Leg:
         rules: What holds for all steps of the leg.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
         record: What has happened since the last commit, perhaps between two calls.
-        recorder: Records this rank's actions, to compare them with those of other ranks. None if they may differ.
+        recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication.
-        checks_losses: True if user code may have caught the exception of a lost connection, so that each step is
-            checked.
-        begin: Function of the strategy that is called before each batch, for example to let the all-reduce of its
-            gradients wait for a later batch. None if there is nothing to do.
+        open: Function that is called before each batch, for example to let the all-reduce of its gradients wait for a
+            later batch. None if there is nothing to do.
         check: Function that is called when a step has ended, and raises if the step is invalid. None for no check.
-        refresh: Function that copies rank 0's buffers of unwrapped models to all ranks. It is called before the first
-            part of each global batch. None if there are no such models.
         share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
 
     Attributes:
         rules: What holds for all steps of the leg.
         plan: How the batch counts that the training code requested last.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
-        begin: See the argument.
         items: Finds what each batch counts.
         scale: How the running backward pass is weighted, or one that user code runs by itself.
         record: What has happened since the last commit.
-        recorder: Records this rank's actions, to compare them with those of other ranks. None if they may differ.
+        recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication.
         batch: What has happened to the batch that the training code requested last.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
@@ -75,18 +68,16 @@ class Leg:
         record: StepRecord | None = None,
         recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
-        checks_losses: bool = False,
+        open: Callable[[BatchPlan], None] | None = None,
         check: Callable[[], None] | None = None,
-        begin: Callable[[BatchPlan], None] | None = None,
-        refresh: Callable[[], None] | None = None,
         share: Share | None = None,
     ) -> None:
         self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
-        self.begin, self._check, self._refresh, self._share = begin, check, refresh, share
+        self._open, self._check, self._share = open, check, share
         self.items, self.scale = BatchItems(self), UNSCALED
         self.batch = BatchRecord()
         self.record = StepRecord() if record is None else record
-        self.recorder, self.ledger, self._checks_losses = recorder, ledger or Ledger(), checks_losses
+        self.recorder, self.ledger = recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = False
         self.typical_items = 1.0
         self.has_clipped = False
@@ -100,8 +91,8 @@ class Leg:
         """Start the batch that the training code has requested from the data.
 
         Everything that happens before a batch happens here, in this order: the method checks that the previous step has
-        ended, copies rank 0's buffers, lets `undo` copy what the step may change, compares the batch's weight with the
-        previous batch's, and lets the strategy turn the all-reduce of its gradients on or off.
+        ended, lets the strategy copy rank 0's buffers and turn the all-reduce of the batch's gradients on or off, lets
+        `undo` copy what the step may change, and compares the batch's weight with the previous batch's.
 
         Args:
             plan: How the batch counts.
@@ -117,8 +108,8 @@ class Leg:
                 f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
             )
-        if self._refresh is not None and before.ends_global_batch:
-            self._refresh()
+        if self._open is not None:
+            self._open(plan)
         if self.undo is not None and plan.starts_step:
             self.record.begin(self.undo.save())
         if self._num_waiting and not self._weighs_like(plan):
@@ -131,8 +122,6 @@ class Leg:
         else:
             is_even = rules.has_several or plan.sample_weight == 1.0
             self.scale = UNSCALED if is_even else Scale(gradients=plan.sample_weight)
-        if self.begin is not None:
-            self.begin(plan)
 
     def _weighs_like(self, plan: BatchPlan) -> bool:
         """Return True if a batch has the same weight in its step as the previous batch.
@@ -181,8 +170,6 @@ class Leg:
         Returns:
             The record of the step.
         """
-        if has_step and self._checks_losses:
-            self.record.check()
         if has_step and self._check is not None:
             self._check()
         record, self.record = self.record, StepRecord(self.record.error)
@@ -194,9 +181,9 @@ class Leg:
         Args:
             name: Name of the all-reduce, the same on all ranks. None if the ranks may differ in what is averaged.
         """
-        if name is not None and self.recorder is not None:
+        if name is not None:
             self.recorder.note(name)
-        self.record.num_all_reduces += 1
+        self.record.note_all_reduce()
         if self.undo is not None:
             self.undo.see_all_reduce(self.record)
 

@@ -1,4 +1,4 @@
-"""Strategies for `deterministic=True`: they add up gradients in an order that does not depend on the number of ranks.
+"""For `deterministic=True`: adds up gradients in an order that does not depend on the number of ranks.
 
 Floating-point sums depend on the order of the summands. Therefore, each global batch (the batch of all ranks together)
 is cut into the same number of logical shards, however many ranks there are. Each rank computes the gradients of some
@@ -11,8 +11,9 @@ ADR 98 explains why the number of shards is fixed, and what that costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.arrays.division import even_counts
 from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.objects import rng
-from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.ddp_sync import DDPSync
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.scale import Scale
-from raysgd.torch.parallel.strategy import Pass, Strategy
+from raysgd.torch.parallel.sync import GradientSync, Pass
 from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
 
 
@@ -145,28 +147,29 @@ class LogicalShards:
         return _in_order(torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]))
 
 
-class OrderedAlone(Strategy):
-    """The strategy of a single worker with `deterministic=True`, and what `OrderedDDP` adds to `DDP`."""
+class OrderedSync(GradientSync):
+    """Adds up the gradients of logical shards on a single worker, and what `OrderedDDPSync` adds to `DDPSync`."""
 
     _shards: LogicalShards | None = None
 
-    def _opener(self, rules: StepRules, may_run_backward: bool) -> Callable[[BatchPlan], None] | None:
-        self._shards, rank = None, dist.get_rank() if self.synchronizes else 0
-        if not rules.num_shards:
-            return super()._opener(rules, may_run_backward)
-        self._shards = LogicalShards(rules.num_shards, rank, self.num_ranks, self._models)
-        return self._begin_shard
+    def begin_leg(
+        self, models: Sequence[torch.nn.Module], may_run_backward: bool, *, rules: StepRules, **options: Any
+    ) -> Leg:
+        rank, shards = dist.get_rank() if self.averages else 0, rules.num_shards
+        self._shards = LogicalShards(shards, rank, self.num_ranks, models) if shards else None
+        return super().begin_leg(models, may_run_backward, rules=rules, **options)
 
-    def _begin_shard(self, plan: BatchPlan) -> None:
-        self._set_sync(False)
-        if self._shards is not None and plan.seeds is not None:
-            self._shards.begin_shard(plan.starts_global_batch, *plan.seeds)
+    def open(self, plan: BatchPlan) -> None:
+        super().open(plan)
+        if self._shards is not None:
+            self._set_sync(False)
+            if plan.seeds is not None:
+                self._shards.begin_shard(plan.starts_global_batch, *plan.seeds)
 
-    def check_step(self) -> None:
+    def check(self) -> None:
         if self._shards is not None:
             self._shards.check()
-        if (check := super().check_step) is not None:
-            check()
+        super().check()
 
     def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
         if self._shards is None:
@@ -186,11 +189,11 @@ class OrderedAlone(Strategy):
             with leg.record.noting_losses():
                 leg.send_rows()
                 shards.add_up(parameters)
-            leg.record.is_averaged = True
+            leg.record.note_averaged()
 
 
-class OrderedDDP(OrderedAlone, DDP):
-    """The strategy of several workers with `deterministic=True`."""
+class OrderedDDPSync(OrderedSync, DDPSync):
+    """Adds up the gradients of the logical shards of several workers."""
 
 
 def _in_order(rows: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class RankSums:
     @property
     def is_global(self) -> bool:
         """True if this worker takes synchronized optimizer steps with other workers."""
-        return self.world_size > 1 and self._parallel.synchronizes
+        return self.world_size > 1 and self._parallel.sync.averages
 
     @cached_property
     def start_sum(self) -> Summation:

@@ -7,6 +7,7 @@ A step is committed when the training code asks for the next batch, or ends. Fro
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import zlib
 from collections import Counter, deque
@@ -15,11 +16,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed import DistNetworkError
 
 from raysgd.core.connections.torch import is_connection_error, is_group_broken, wait_for_collectives
-from raysgd.torch.objects import rng
-from raysgd.torch.parallel.object_copies import ObjectCopies
 from raysgd.trainer.messages.joint_work import JointWork
 
 _NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
@@ -45,19 +45,6 @@ class BatchRecord:
         has_shared_metrics: True if the batch's last gradients were sent to the other ranks, and metrics with them.
         has_asked_to_step: With accumulation, True if `optimizer_step` was called for this batch.
     """
-
-    __slots__ = (
-        "had_backward",
-        "has_asked_to_step",
-        "has_shared_metrics",
-        "is_by_samples",
-        "items",
-        "number",
-        "skipped",
-        "uncounted",
-        "waits",
-        "with_gradients",
-    )
 
     def __init__(self, number: int = 0, waits: bool = False) -> None:
         self.number, self.waits = number, waits
@@ -95,33 +82,13 @@ class Saved:
         is_copied: True if any state was copied before the batch.
         is_whole: True if all state was copied before the batch.
         has_unknown: True if state that the batch may change cannot be copied.
-        buffers: For each buffer of the models: the dict of buffers, the buffer's name, and its tensor before the batch.
-        objects: Copies of objects in optimizers, schedulers and callbacks.
-        gradients: Pairs of a parameter and its gradient before the batch.
-        drawn: States of the random number generators before the batch.
-        flags: Pairs of a parameter and its `requires_grad` before the batch.
+        restore: Functions that restore the state: objects, buffers, and the rest of what was copied.
     """
 
     def __init__(self, waiting: Sequence[torch.Tensor]) -> None:
         self.waiting = waiting
         self.is_copied = self.is_whole = self.has_unknown = False
-        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor | None]] = []
-        self.objects = ObjectCopies(set())
-        self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self.flags: list[tuple[torch.Tensor, bool]] = []
-        self.drawn: Any = None
-
-    def put_back(self) -> None:
-        """Restore everything that this object has recorded. `TensorCopies` restores the values of tensors."""
-        self.objects.put_back()
-        for buffers, name, value in self.buffers:
-            buffers[name] = value
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        if self.is_whole:
-            for parameter, flag in self.flags:
-                parameter.requires_grad_(flag)
-            rng.restore(self.drawn)
+        self.restore: list[Callable[[], object]] = []
 
 
 class StepRecord:
@@ -142,14 +109,13 @@ class StepRecord:
             last started to step. None if no optimizer has stepped, or if the number is not needed.
     """
 
-    __slots__ = ("error", "is_averaged", "num_all_reduces", "num_collectives", "saved", "stepped")
-
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
         self.saved: Saved | None = None
         self.num_all_reduces, self.is_averaged = 0, False
         self.stepped: set[int] = set()
         self.num_collectives: float | None = None
+        self._awaited: float | None = None  # number of collectives that had started before the latest `wait`
 
     def begin(self, saved: Saved) -> None:
         """Record that the first batch of the step begins."""
@@ -169,13 +135,35 @@ class StepRecord:
         """Record that an all-reduce of the step failed because a connection was lost."""
         self.error = self.error or error
 
+    def note_all_reduce(self) -> None:
+        """Record that a model's last gradients are about to be averaged."""
+        self.num_all_reduces += 1
+
+    def note_averaged(self) -> None:
+        """Record that an all-reduce came through, or has started and will report a lost connection."""
+        self.is_averaged = True
+
+    def note_step(self, optimizer: Any, counts_collectives: bool = False) -> None:
+        """Record that an optimizer starts to step."""
+        self.stepped.add(id(optimizer))
+        if counts_collectives and self.saved is not None:
+            self.num_collectives = _num_collectives()
+
+    def end_user_code(self) -> bool:
+        """Return True if collectives have started since the last `note_step` that counts them, and stop counting."""
+        number, self.num_collectives = self.num_collectives, None
+        return number is not None and number != _num_collectives()
+
     def wait(self) -> None:
-        """Wait until the gradients are exchanged, and raise if that failed. Called before they are used in a step."""
-        try:  # without `noting_losses`, because this runs in every step
-            wait_for_collectives()
-        except DistNetworkError as error:
-            self.note_loss(error)
-            raise
+        """Wait until the gradients are exchanged, and raise if that failed. Called before they are used in a step.
+
+        Do not wait again before another collective has started.
+        """
+        number = _num_collectives()
+        if number != self._awaited:
+            with self.noting_losses():
+                wait_for_collectives()
+            self._awaited = number
 
     def check(self) -> None:
         """Raise if the step's gradients were not averaged, though user code may have caught the exception.
@@ -196,6 +184,17 @@ class StepRecord:
         record = copy.copy(self)
         record.error = None
         return record
+
+
+def _num_collectives() -> float:
+    """Return how many collectives the library and user code have started in PyTorch's default group in this process.
+
+    Return NaN if this version of PyTorch does not count them. NaN differs from itself, so a caller that compares two
+    results finds that they differ.
+    """
+    # The type is Any, because PyTorch's type stubs lack the method that is called below.
+    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
 
 
 class SoFar(NamedTuple):
@@ -245,7 +244,8 @@ class FlightRecorder:
     Any thread may read it.
 
     Args:
-        number: Number of the call in this worker group, the same on all ranks; 0 before the first call.
+        number: Number of the call in this worker group, the same on all ranks. 0 before the first call, and if the
+            ranks may differ; nothing is recorded then.
 
     Attributes:
         number: Number of the call in this worker group.

@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from raysgd.core.numbers.time_spent import UNDO
 from raysgd.core.private_names import require_names
@@ -87,7 +87,7 @@ class Undo:
 
     Args:
         models: Modules that are trained, without wrappers.
-        optimizers: Optimizers of the modules. The caller must call `see_step` before each of their steps.
+        optimizers: Optimizers of the modules. Their steps must be in the `StepRecord`.
         others: Other objects that a batch may change, such as schedulers.
         followers: Function that returns the callbacks' objects, such as averaged weights, that change when an optimizer
             steps.
@@ -148,6 +148,11 @@ class Undo:
         """Record that another state was loaded. No optimizer has stepped with the gradients that exist."""
         self._not_stepped = list(self._optimizers)
 
+    @property
+    def is_learning(self) -> bool:
+        """True if what happens in a batch decides what is copied before later batches."""
+        return self._watched is not None and self.mode == "learn"
+
     def switch_off(self) -> None:
         """Stop copying state. From now on, a failure in the middle of a batch restarts the call from the snapshot."""
         self.mode, self._watched = "off", None
@@ -198,22 +203,21 @@ class Undo:
         return saved
 
     def _take(self, saved: Saved, watched: _Watched, copies_all: bool) -> None:
-        saved.buffers = [(buffers, name, kept(buffers.get(name))) for buffers, name in watched.buffers]
-        tensors = [each for _, _, each in saved.buffers if each is not None]
-        seen, contents = {*map(id, watched.parameters)}, list[tuple[Any, Any]]()
+        buffers = [(owner, name, kept(owner.get(name))) for owner, name in watched.buffers]
+        tensors = [each for _, _, each in buffers if each is not None]
+        seen, contents, gradients = {*map(id, watched.parameters)}, list[tuple[Any, Any]](), list[tuple[Any, Any]]()
         if copies_all:
-            saved.gradients = [(parameter, kept(parameter.grad)) for parameter in saved.waiting]
-            tensors += [each for _, each in saved.gradients if each is not None]
+            gradients = [(parameter, kept(parameter.grad)) for parameter in saved.waiting]
+            tensors += [each for _, each in gradients if each is not None]
             contents = [(each, vars(each)) for each in (*self._optimizers, *self._others, *self._followers())]
-            saved.flags = [(each, each.requires_grad) for each in watched.parameters]
-            saved.drawn = rng.capture()
         elif self.mode == "learn":
             # Always copy the optimizers' hyperparameters, such as learning rates, and the schedulers' states. They are
             # small, and user code may change them before the first all-reduce of a batch.
             seen |= {id(vars(each)) for each in self._optimizers}
             contents = [(each, each.param_groups) for each in self._optimizers]
             contents += [(each, vars(each)) for each in self._others]
-        saved.objects = objects = ObjectCopies(seen)
+        objects = ObjectCopies(seen)
+        saved.restore.append(objects.put_back)
         for owner, content in contents:
             objects.copy(content)
             if objects.unknown is not None:
@@ -229,6 +233,11 @@ class Undo:
         watched.copied = parameters
         self._copies.take_copies([*parameters, *filter(is_writable, tensors)])
         saved.is_copied, saved.is_whole = True, copies_all and not saved.has_unknown
+        saved.restore += [partial(owner.__setitem__, name, value) for owner, name, value in buffers]
+        saved.restore += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
+        if saved.is_whole:
+            saved.restore += [partial(each.requires_grad_, each.requires_grad) for each in watched.parameters]
+            saved.restore.append(partial(rng.restore, rng.capture()))
 
     def _note_unknown(self, saved: Saved, owner: Any, unknown: type) -> None:
         saved.has_unknown = True
@@ -251,26 +260,19 @@ class Undo:
         all-reduce.
         """
         watched = self._watched
-        if record.saved is None or watched is None or self.mode != "learn":
+        if record.saved is None or watched is None or not self.is_learning:
             return
         is_more = not watched.is_first and record.num_all_reduces > watched.num_usual
         if record.stepped or is_more or (watched.is_first and self._copies.differ(watched.copied)):
             self.copy_all()
-
-    def see_step(self, record: StepRecord) -> None:
-        """Look at the step when an optimizer is about to step."""
-        if record.saved is not None and self._watched is not None and self.mode == "learn":
-            record.num_collectives = _num_collectives()
 
     def see_return(self, record: StepRecord) -> None:
         """When user code has finished a batch, check whether the code started collectives after an optimizer step.
 
         If it did, all state is copied before each later batch. Collectives after `see_return` come from the library.
         """
-        if record.num_collectives is not None:
-            if _num_collectives() != record.num_collectives:
-                self.copy_all()
-            record.num_collectives = None
+        if record.end_user_code():
+            self.copy_all()
 
     def forget(self, record: StepRecord) -> None:
         """Record that a step is complete and can no longer be undone."""
@@ -324,7 +326,8 @@ class Undo:
             if id(parameter) not in waiting:
                 parameter.grad = None
         if saved is not None:
-            saved.put_back()
+            for restore in saved.restore:
+                restore()
             if saved.is_copied:
                 self._copies.put_back()
 
@@ -333,14 +336,3 @@ def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Return the parameters in the parameter groups of optimizers."""
     groups = (group for each in optimizers for group in getattr(each, "param_groups", ()))
     return (parameter for group in groups for parameter in group["params"])
-
-
-def _num_collectives() -> float:
-    """Return how many collectives the library and user code have started in PyTorch's default group in this process.
-
-    Return NaN if this version of PyTorch does not count them. NaN differs from itself, so a caller that compares two
-    results finds that they differ.
-    """
-    # The type is Any, because PyTorch's type stubs lack the method that is called below.
-    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()

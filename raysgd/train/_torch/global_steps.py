@@ -31,10 +31,10 @@ from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.ddp_hooks import COMM_HOOK, completed
+from raysgd.torch.parallel.ddp_sync import COMM_HOOK, completed
 from raysgd.torch.parallel.record import StepRecord
-from raysgd.torch.parallel.strategy import repeat_first
 from raysgd.torch.parallel.tensor_copies import digests_of
+from raysgd.torch.parallel.tensors import multiply, repeat_first
 from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
@@ -418,10 +418,9 @@ class GlobalSteps:
             return completed(gradients)
         self._has_exchanged = True
         if bucket.is_last():
-            self._record.num_all_reduces += 1
+            self._record.note_all_reduce()
             self._undo.see_all_reduce(self._record)
-        if self._weight != 1.0:
-            gradients.mul_(self._weight) if self._weight else gradients.zero_()
+        multiply(gradients, self._weight)
         try:
             group = mesh_group() if gradients.device.type == "cpu" and gradients.dtype in _DTYPES else None
             if group is None or not group.is_quick_for(gradients.nbytes):
@@ -461,8 +460,7 @@ class GlobalSteps:
         if not self._num_usual or self._num_steps < self._num_usual:
             if self._membership.has_failed:
                 return False
-            self._record.stepped.add(id(optimizer))
-            self._undo.see_step(self._record)
+            self._record.note_step(optimizer, self._undo.is_learning)
             return True
         if self._num_steps > self._num_usual:
             self._membership.flaw = _NUMBERS_DIFFER

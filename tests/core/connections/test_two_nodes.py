@@ -76,7 +76,7 @@ def gradient(connection: TorchConnection, place: Rendezvous, world: World) -> tu
     parallel = DDP()
     wrapped = parallel.wrap(model, None, {})
     parallel.attach([wrapped])
-    parallel.begin_leg([wrapped], may_run_backward=False)
+    parallel.sync.begin_leg([wrapped], may_run_backward=False)
     assert wrapped._comm_hooks, "else gloo exchanges the gradients"
     wrapped(data.chunk(world.size)[world.rank]).square().mean().backward()
     found = model.weight.grad

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from raysgd.core.engine.shared.types import World
-from raysgd.core.text.log_lines import Once
 from raysgd.operators import GANOperator
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting import torch_step
@@ -18,7 +17,8 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.step.gradients import Gradients
+from raysgd.torch.parallel.sync import GradientSync
+from raysgd.torch.step.steps import OptimizerSteps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
@@ -70,12 +70,12 @@ class SaysSo(Plain):
 def parts_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None = None) -> TorchParts:
     parallel = parallel or Joined()
     made = make_undo(operator, parallel, undo, WORLD)
-    parts = TorchParts(operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
+    parts = TorchParts(operator, parallel.sync, TorchFeed(lambda name: None, parallel, 1), made)
     internals = operator._raysgd
-    hooks = Gradients(operator, internals.precision, parallel, StepOptions(), internals.callbacks, Once())
+    hooks = OptimizerSteps(operator, internals.precision, parallel.sync, StepOptions(), internals.callbacks)
     hooks.watch(internals.registered.optimizers)
-    hooks.tell(parts.note_step)
-    parallel.begin_leg((), may_run_backward=True, undo=made)
+    hooks.watch_last()
+    parallel.sync.begin_leg((), may_run_backward=True, undo=made)
     made.open_call()
     parts.commit()
     return parts
@@ -179,11 +179,11 @@ def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None
 
 
 def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
-    class OfTwo(Joined):
+    class OfTwo(GradientSync):
         num_ranks = 2  # type: ignore[assignment]
 
     operator = OwnBatch()
-    parts = parts_of(operator, parallel=OfTwo())
+    parts = parts_of(operator, parallel=Joined(OfTwo()))
     for exchanges in (False, True):
         parts.step.begin_batch(BETWEEN_BATCHES)
         operator.compute()

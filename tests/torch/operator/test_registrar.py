@@ -6,6 +6,7 @@ Covers `raysgd.torch.operator.registering_operator`, too.
 from __future__ import annotations
 
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.torch.objects.precision import make_precision
-from raysgd.torch.operator.internals import OptimizerChoice
+from raysgd.torch.objects.precision import Precision, make_precision
 from raysgd.torch.parallel.options import StepOptions
+from raysgd.torch.parallel.sync import GradientSync
+from raysgd.torch.step.steps import OptimizerSteps
+from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 from tests.torch.operators_for_tests import CPU, Bare, LinearOperator, a_model, an_optimizer, make
 
 
@@ -203,13 +206,16 @@ def test_batch_norms_become_synchronized_ones_with_the_same_parameters() -> None
 
 
 def test_what_stock_code_acts_on_says_which_optimizer_a_call_is_for_until_it_is_done() -> None:
-    choice, given = OptimizerChoice(lambda: "the default", ("a", "b")), an_optimizer()
-    with choice.acting_on("a"):
-        assert choice.chosen("backward", None) == ["a"]
-        assert choice.chosen("backward", given) == [given], "an argument says it first"
-        with suppress(KeyError), choice.acting_on("b"):
-            assert choice.chosen("backward", None) == ["b"]
+    usual, given = an_optimizer(), an_optimizer()
+    parts = Precision(), GradientSync(), StepOptions(), InstalledCallbacks()
+    steps = OptimizerSteps(SimpleNamespace(optimizer=usual), *parts)
+    steps.watch([usual, an_optimizer()])
+    with steps.acting_on_usual():
+        assert steps.chosen("backward", given) == [given], "an argument says it first"
+        with suppress(KeyError), steps.acting_on_usual():
             raise KeyError
-        assert choice.chosen("backward", None) == ["a"]
+        assert steps.chosen("backward", None) == [usual]
+        assert steps.registered(None) == [usual]
+    assert steps.registered(None) == []
     with pytest.raises(ValueError, match="2 optimizers are registered"):
-        choice.chosen("optimizer_step", None)
+        steps.chosen("optimizer_step", None)

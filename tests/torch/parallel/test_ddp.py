@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.strategy import Strategy, unwrap
+from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.tensors import unwrap
 from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
@@ -36,14 +37,14 @@ def test_a_frozen_model_is_not_wrapped() -> None:
 
 def test_a_single_replica_is_left_as_it_is() -> None:
     parallel, model = Strategy(), a_model()
-    parallel.leg.begin_batch(BatchPlan(sample_weight=0.5))
+    parallel.sync.leg.begin_batch(BatchPlan(sample_weight=0.5))
     assert parallel.wrap(model, None, {}) is model
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=True)
+    parallel.sync.begin_leg([model], may_run_backward=True)
     assert gradient(parallel, model) == [1.0, 1.0]
     with parallel.evaluating([model]):
         pass
-    assert not parallel.synchronizes
+    assert not parallel.sync.averages
 
 
 def test_wrappers_of_pytorch_are_taken_off_and_a_model_that_holds_a_module_is_not() -> None:
@@ -104,7 +105,7 @@ def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=True)
+    parallel.sync.begin_leg([model], may_run_backward=True)
     gradient(parallel, model)
     left = weakref.ref(dist.group.WORLD)
     gc.collect()
@@ -126,7 +127,7 @@ def test_in_a_new_group_gradients_are_weighted_as_before() -> None:
     parallel.attach([model])
     for _ in range(2):
         reformed(parallel)
-        parallel.leg.begin_batch(BatchPlan(sample_weight=0.25))
+        parallel.sync.leg.begin_batch(BatchPlan(sample_weight=0.25))
         assert gradient(parallel, model) == [0.25, 0.25]
         assert model._comm_hooks
 
@@ -134,13 +135,13 @@ def test_in_a_new_group_gradients_are_weighted_as_before() -> None:
 def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
     assert "not kept in sync" in str(Strategy().obstacle)
     plain = DDP()
-    plain.begin_leg([plain.wrap(a_model(), None, {})], may_run_backward=True)
+    plain.sync.begin_leg([plain.wrap(a_model(), None, {})], may_run_backward=True)
     assert plain.obstacle is None, "a hook of the library's own is installed again"
 
 
 def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:
     """For each parameter whether its gradient went out weighted, as those do that are averaged, and no other."""
-    parallel.leg.begin_batch(BatchPlan(sample_weight=0.0))
+    parallel.sync.leg.begin_batch(BatchPlan(sample_weight=0.0))
     for _ in range(2):  # an exchange that is not complete is found out in the next step
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
@@ -162,9 +163,9 @@ def test_after_a_rewrap_what_a_model_trains_is_averaged_also_in_a_new_group(
     parallel.rewrap([model], is_agreed=is_agreed)
     for _ in range(2):
         parallel.attach([model])
-        parallel.begin_leg([model], may_run_backward=True)
+        parallel.sync.begin_leg([model], may_run_backward=True)
         assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
-        parallel.leg.commit(has_step=True)
+        parallel.sync.leg.commit(has_step=True)
         assert model.module is layers
         reformed(parallel)
 
@@ -175,7 +176,7 @@ def test_a_new_group_wraps_what_was_wrapped_whatever_is_frozen_at_the_moment() -
     layers[0].requires_grad_(False)
     model = parallel.wrap(layers, None, {})
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=True)
+    parallel.sync.begin_leg([model], may_run_backward=True)
     layers.requires_grad_(False)
     reformed(parallel)
     assert not any(parameter.requires_grad for parameter in layers.parameters())
@@ -187,7 +188,7 @@ def test_a_model_may_be_all_frozen_when_it_is_wrapped_again() -> None:
     parallel, layers = DDP(), two_layers()
     model = parallel.wrap(layers, None, {})
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=True)
+    parallel.sync.begin_leg([model], may_run_backward=True)
     layers.requires_grad_(False)
     parallel.rewrap([model])
     assert not any(parameter.requires_grad for parameter in layers.parameters())
@@ -200,13 +201,13 @@ def test_a_step_that_trains_what_is_not_wrapped_is_an_error() -> None:
     layers[0].requires_grad_(False)
     models = [parallel.wrap(layers, None, {}), parallel.wrap(teacher, None, {})]
     parallel.attach(models)
-    parallel.begin_leg(models, may_run_backward=False)
+    parallel.sync.begin_leg(models, may_run_backward=False)
     parallel.rewrap(models, is_agreed=True)
-    parallel.leg.commit(has_step=True)
+    parallel.sync.leg.commit(has_step=True)
     for part in (layers[0], teacher):
         part.requires_grad_(True)
         with pytest.raises(ValueError, match=r"Call `self.rewrap\(\)` after you unfreeze"):
-            parallel.leg.commit(has_step=True)
+            parallel.sync.leg.commit(has_step=True)
         part.requires_grad_(False)
 
 
@@ -225,10 +226,10 @@ def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
     layers[0].requires_grad_(False)
     model = DistributedDataParallel(layers)
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=True)
+    parallel.sync.begin_leg([model], may_run_backward=True)
     reducer = model.reducer
     layers[0].requires_grad_(True)
-    parallel.leg.commit(has_step=True)
+    parallel.sync.leg.commit(has_step=True)
     parallel.rewrap([model])
     assert model.reducer is reducer
 

@@ -113,7 +113,7 @@ def test_an_optimizer_becomes_one_of_horovod_for_the_same_parameters(
 ) -> None:
     plain = torch.optim.Adam(model.parameters(), lr=0.3, betas=(0.5, 0.6))
     wrapped = parallel.wrap_optimizer(plain)
-    assert not parallel.synchronizes, "a rank alone has nothing to wait for"
+    assert not parallel.sync.averages, "a rank alone has nothing to wait for"
     assert type(wrapped).__name__ == "Adam"
     assert isinstance(wrapped, torch.optim.Adam)
     assert hasattr(wrapped, "skip_synchronize")
@@ -130,7 +130,7 @@ def test_registering_again_is_the_same_optimizer(parallel: HorovodParallel, mode
 
 
 def test_parameters_that_are_unfrozen_later_are_refused(parallel: HorovodParallel, model: torch.nn.Module) -> None:
-    parallel.synchronizes = True
+    parallel.sync.averages = True
     model.bias.requires_grad_(False)  # type: ignore[union-attr]
     parallel.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     parallel.rewrap([model])
@@ -289,14 +289,14 @@ def test_a_parameter_of_two_optimizers_is_refused(parallel: HorovodParallel, mod
 
 def test_a_gradient_is_weighted_on_its_way_out(parallel: HorovodParallel) -> None:
     gradient = torch.ones(3)
-    assert parallel.compress(gradient)[0] is gradient
-    assert parallel.decompress(gradient, None) is gradient
-    parallel.leg.begin_batch(BatchPlan(sample_weight=0.5))
-    assert parallel.compress(gradient)[0].tolist() == [0.5] * 3
-    parallel.leg = Leg(StepRules(accumulate=2))
-    assert parallel.compress(gradient)[0] is gradient, "its loss was multiplied"
+    assert parallel.sync.compress(gradient)[0] is gradient
+    assert parallel.sync.decompress(gradient, None) is gradient
+    parallel.sync.leg.begin_batch(BatchPlan(sample_weight=0.5))
+    assert parallel.sync.compress(gradient)[0].tolist() == [0.5] * 3
+    parallel.sync.leg = Leg(StepRules(accumulate=2))
+    assert parallel.sync.compress(gradient)[0] is gradient, "its loss was multiplied"
     strided = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    assert parallel.compress(strided)[0].is_contiguous(), "Horovod takes no other"
+    assert parallel.sync.compress(strided)[0].is_contiguous(), "Horovod takes no other"
 
 
 # ------------------------------------------------------------------------------------------------ the trainer

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from raysgd.torch.parallel import record
-from raysgd.torch.parallel.ddp_hooks import _tracked
+from raysgd.torch.parallel.ddp_sync import _tracked
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import FlightRecorder
 

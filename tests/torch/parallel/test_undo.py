@@ -36,8 +36,7 @@ class Steps:
         self.leg.begin_batch(BETWEEN_BATCHES)
 
     def note_step(self, optimizer: Any, *_: Any) -> None:
-        self.leg.record.stepped.add(id(optimizer))
-        self.undo.see_step(self.leg.record)
+        self.leg.record.note_step(optimizer, self.undo.is_learning)
 
     def end(self) -> None:
         self.undo.forget(self.leg.record)

@@ -14,8 +14,9 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.step.gradients import Gradients, backward_with
+from raysgd.torch.parallel.sync import GradientSync
+from raysgd.torch.step.gradients import Gradients
+from raysgd.torch.step.steps import backward_with
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
@@ -31,10 +32,10 @@ class Bench:
     def __init__(self) -> None:
         self.parameter = torch.nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
-        self.parallel = Strategy(has_others=False)
-        none: Any = None  # there are no bounds
-        parts = none, Precision(), self.parallel, StepOptions(), InstalledCallbacks(), Once()
-        self.gradients = Gradients(*parts)
+        self.sync = GradientSync(has_others=False)
+        operator = SimpleNamespace(_raysgd=SimpleNamespace(trained_parameters=lambda: [self.parameter]))
+        parts = operator, Precision(), self.sync, StepOptions(), InstalledCallbacks()
+        self.gradients = Gradients(*parts, once=Once())
         self.gradients.watch([self.optimizer])
 
     def batch(self, value: float, weight: float | None = None, **begin: Any) -> None:
@@ -43,19 +44,19 @@ class Bench:
         self.apply()
 
     def open_call(self, window: int) -> None:
-        self.parallel.leg = Leg(StepRules(accumulate=window))
+        self.sync.leg = Leg(StepRules(accumulate=window))
 
     def begin(self, is_last: bool = True) -> None:
-        leg = self.parallel.leg
+        leg = self.sync.leg
         self.number = 1 if leg.plan.sync_gradients else self.number + 1
         begin_next(leg, 2, 2, is_last=is_last, number=self.number)
 
     def backward(self, value: float, weight: float | None = None) -> None:
         loss = (self.parameter * value).sum()
-        self.gradients.compute(loss, [self.optimizer], [], weight, lambda: [self.parameter])
+        self.gradients.backward(loss, self.optimizer, weight)
 
     def apply(self) -> None:
-        self.gradients.apply([self.optimizer])
+        self.gradients.apply(self.optimizer)
 
 
 def accumulating(value: float = 1.0) -> Bench:
@@ -127,7 +128,7 @@ def test_each_call_of_a_closure_begins_with_no_gradients() -> None:
 @pytest.mark.parametrize(("is_global", "window", "words"), [(True, 1, "use one worker"), (False, 2, "omit")])
 def test_a_closure_is_refused_where_a_step_takes_more_than_this_batch(is_global: bool, window: int, words: str) -> None:
     bench = Bench()
-    bench.parallel.leg = Leg(StepRules(is_global, window))
+    bench.sync.leg = Leg(StepRules(is_global, window))
     with pytest.raises(ValueError, match=rf"^`SGD.step` was given a closure.*{words}"):
         bench.optimizer.step(lambda: pytest.fail("it was called"))
 
@@ -158,7 +159,7 @@ def test_gradients_that_wait_are_stepped_by_the_rung_alone() -> None:
     bench = accumulating()
     with pytest.raises(ValueError, match=r"your code calls `step` of `SGD`, .* call `self.optimizer_step\(\)`"):
         bench.optimizer.step()
-    bench.parallel.leg.rules = StepRules(micro_batches=3)
+    bench.sync.leg.rules = StepRules(micro_batches=3)
     with pytest.raises(ValueError, match="`micro_batch_size`: your code"):
         bench.optimizer.step()
     assert bench.parameter.item() == 0.0

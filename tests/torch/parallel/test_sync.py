@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from raysgd.torch.parallel import strategy
-from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel import sync
+from raysgd.torch.parallel.ddp_sync import DDPSync
 from tests.core.connections.ranks import groups_of, on_all
 
 
@@ -44,17 +44,17 @@ def test_the_double_of_a_device_refuses_what_a_gpu_refuses() -> None:
 
 @pytest.mark.usefixtures("process_group")
 def test_an_amount_on_a_gpu_is_summed_over_gloo() -> None:
-    assert DDP().start_total(OnDevice(torch.tensor(3.0, dtype=torch.float64)))() == 3.0
+    assert DDPSync().start_total(OnDevice(torch.tensor(3.0, dtype=torch.float64)))() == 3.0
 
 
 def test_a_rank_with_labels_on_a_gpu_meets_a_rank_that_only_pads(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = threading.local()
-    monkeypatch.setattr(strategy, "mesh_group", lambda: groups.own)
+    monkeypatch.setattr(sync, "mesh_group", lambda: groups.own)
     amounts = [OnDevice(torch.tensor(3.0, dtype=torch.float64)), 0.0]
 
     def total(rank: int, group: Any) -> float:
         groups.own = group
-        found: float = DDP().start_total(amounts[rank])()
+        found: float = DDPSync().start_total(amounts[rank])()
         return found
 
     with groups_of(2) as ranks:
@@ -66,6 +66,6 @@ def test_the_host_does_not_wait_for_a_sum_on_a_gpu(monkeypatch: pytest.MonkeyPat
     queued: torch.futures.Future[None] = torch.futures.Future()
     queued.set_result(None)
     work = SimpleNamespace(get_future=lambda: queued, wait=lambda: pytest.fail("the host waits for the GPU"))
-    monkeypatch.setattr(strategy, "reachable", lambda: torch.device("meta"))
+    monkeypatch.setattr(sync, "reachable", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: work)
-    assert DDP().start_total(3.0)().device.type == "meta"
+    assert DDPSync().start_total(3.0)().device.type == "meta"

@@ -21,7 +21,7 @@ from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.time_spent import EXCHANGE, USEFUL
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
+from raysgd.torch.parallel.ddp_sync import COMM_HOOK
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
@@ -61,7 +61,7 @@ def test_an_exchange_of_the_users_hook_is_timed() -> None:
     ledger = Ledger()
     model = parallel.wrap(a_model(), None, {"comm_hook": allreduce_hook})
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=False, ledger=ledger)
+    parallel.sync.begin_leg([model], may_run_backward=False, ledger=ledger)
     ledger.enter(USEFUL)
     model(torch.ones(1, 2)).sum().backward()
     assert ledger.of_call().get(EXCHANGE)
@@ -79,16 +79,16 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
 
         add_up_with = add_up
 
-    monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.mesh_group", Elsewhere)
+    monkeypatch.setattr("raysgd.torch.parallel.ddp_sync.mesh_group", Elsewhere)
     monkeypatch.setattr("raysgd.torch.parallel.record.is_group_broken", lambda: True)
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=True)
+    parallel.sync.begin_leg([model], may_run_backward=True)
     with pytest.raises(ValueError, match="not at the same exchange"):
         gradient(parallel, model)
     with pytest.raises(dist.DistNetworkError, match="user code went on"):
-        parallel.leg.commit(has_step=True)
+        parallel.sync.leg.commit(has_step=True)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 9])
@@ -99,11 +99,11 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
         def add_up(self, numbers: Any) -> None:
             at_once.append(numbers.nbytes)
 
-    monkeypatch.setattr("raysgd.torch.parallel.ddp_hooks.mesh_group", lambda: Many(World(0, num_ranks)))
+    monkeypatch.setattr("raysgd.torch.parallel.ddp_sync.mesh_group", lambda: Many(World(0, num_ranks)))
     parallel, sizes = DDP(), (2**8, 2**11)
     models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
     parallel.attach(models)
-    parallel.begin_leg(models, may_run_backward=False)
+    parallel.sync.begin_leg(models, may_run_backward=False)
     for model, size in zip(models, sizes, strict=True):
         model(torch.ones(1, size)).sum().backward()
     assert at_once == [4 * size**2 for size in sizes if num_ranks <= 8 or size == sizes[0]]
@@ -115,8 +115,8 @@ def test_gradients_of_padding_do_not_count_even_if_they_are_nan(hook: Any) -> No
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {} if hook is None else {COMM_HOOK: hook})
     parallel.attach([model])
-    parallel.begin_leg([model], may_run_backward=False)
-    parallel.leg.begin_batch(BatchPlan(0, 4, 0.0, is_padding=True))
+    parallel.sync.begin_leg([model], may_run_backward=False)
+    parallel.sync.leg.begin_batch(BatchPlan(0, 4, 0.0, is_padding=True))
     model(torch.full((1, 2), torch.nan)).sum().backward()
     assert model.module.weight.grad.tolist() == [[0.0, 0.0]]
 
@@ -132,7 +132,7 @@ def test_a_model_with_a_hook_of_ours_can_be_copied_and_saved(tmp_path: Path) -> 
     hooked = parallel.wrap(a_model(), None, {COMM_HOOK: doubles})
     large = parallel.wrap(torch.nn.Linear(600, 600), None, {})
     parallel.attach([model, hooked, large])
-    parallel.begin_leg([model, hooked, large], may_run_backward=True)
+    parallel.sync.begin_leg([model, hooked, large], may_run_backward=True)
     for each in (model, hooked):
         torch.save(each, tmp_path / "model.pt")
         assert (tmp_path / "model.pt").stat().st_size < 100_000
