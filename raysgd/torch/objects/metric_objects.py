@@ -100,36 +100,34 @@ def set_aside(*holders: Any) -> Iterator[None]:
     Args:
         holders: Objects whose attributes contain the metrics.
     """
-    metrics = [inner for metric in _held_by_any(holders) for inner in _metrics_in(metric)]
-    kept = [(metric, _contents(metric)) for metric in metrics]
+    put_back = remember_all(_held_by_any(holders), also_reset=True)
     reset(*holders)
     try:
         yield
     finally:
-        for metric, contents in kept:
-            _put_back(metric, contents)
+        put_back()
 
 
-def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
+def remember_all(metrics: Iterable[Metric], also_reset: bool = False) -> Callable[[], None]:
     """Save the states of metrics, and of metrics nested in them. Return a function that restores the metrics.
 
     The returned function skips metrics that were reset in the meantime. It detects a reset only if the metric now has
     fewer updates than before.
+
+    Args:
+        metrics: The metrics.
+        also_reset: True not to skip metrics that were reset.
     """
     inner_metrics = {id(inner): inner for metric in metrics for inner in _metrics_in(metric)}
     kept = [(metric, _contents(metric)) for metric in inner_metrics.values()]
 
     def forget_the_rest() -> None:
         for metric, contents in kept:
-            if metric.update_count >= contents["_update_count"]:
-                _put_back(metric, contents)
+            if also_reset or metric.update_count >= contents["_update_count"]:
+                for name, value in contents.items():
+                    setattr(metric, name, value)
 
     return forget_the_rest
-
-
-def _put_back(metric: Metric, contents: dict[str, Any]) -> None:
-    for name, value in contents.items():
-        setattr(metric, name, value)
 
 
 def _held_by_any(holders: Sequence[Any]) -> Iterable[Metric]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed import DistNetworkError
 
+import raysgd
 from raysgd.torch.parallel import record
 from raysgd.torch.parallel.ddp_sync import _tracked
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.record import FlightRecorder
+from raysgd.torch.parallel.record import FlightRecorder, StepRecord
 
+RECORDED = {name for name in vars(StepRecord()) if name[0] != "_" and name != "error"}
 LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:41803")
 
 
@@ -93,6 +98,19 @@ def test_what_is_lost_of_a_former_group_later_does_not_break_the_next_one(group:
     late.set_exception(LOST)
     assert former.error is LOST
     group.end_step()
+
+
+def test_nobody_but_a_record_changes_what_it_has_recorded() -> None:
+    found = []
+    for path in Path(raysgd.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            places = [getattr(node, "target", None), *getattr(node, "targets", ())]
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr in ("add", "append"):
+                places.append(called.value)
+            of_record = [each.attr for each in places if isinstance(each, ast.Attribute) and each.attr in RECORDED]
+            found += [(path.name, each) for each in of_record if path.name != "record.py"]
+    assert not found
 
 
 def test_ranks_that_do_the_same_come_to_the_same_record_in_each_call() -> None:
