@@ -21,6 +21,7 @@ from raysgd.streams.source import stream_data
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
+from raysgd.torch.parallel.ddp_sync import DDPSync
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
@@ -192,10 +193,8 @@ def test_a_sampler_that_draws_another_order_on_resumption_is_told_of(caplog: pyt
 class Pair(Strategy):
     """One of two replicas, of which the other one has `theirs`."""
 
-    synchronizes = True
-
     def __init__(self, theirs: TorchFeed | None) -> None:
-        super().__init__()
+        super().__init__(DDPSync())
         self.theirs = theirs
 
     def summation(self) -> Any:
