@@ -12,6 +12,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.settings import TorchSettings
+from raysgd.torch.parallel import record
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
@@ -338,3 +339,25 @@ def test_accumulated_gradients_that_user_code_changes_outside_its_step_are_an_er
     torch.nn.utils.clip_grad_norm_([bench.parameter], 0.1)
     with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: gradients were changed .* `optimizer_step`"):
         bench.apply() if is_last else bench.batch(1.0, is_last=False)
+
+
+def test_a_step_waits_once_for_its_sums_and_again_for_those_of_user_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, num_started, waits = Bench(), [0], list[int]()
+    bench.sync.waits = True  # as over NCCL
+    monkeypatch.setattr(record, "_num_collectives", lambda: num_started[0])
+    monkeypatch.setattr(record, "wait_for_collectives", lambda: waits.append(num_started[0]))
+
+    def took_step(*, by_library: bool, gathers: bool = False) -> list[int]:
+        waits.clear()
+        bench.begin()
+        bench.backward(1.0) if by_library else bench.parameter.sum().backward()
+        num_started[0] += gathers
+        bench.optimizer.step()
+        bench.sync.leg.commit()
+        return [*waits]
+
+    assert took_step(by_library=True) == [0]
+    assert took_step(by_library=False) == [0]
+    assert took_step(by_library=True, gathers=True) == [0, 1]
