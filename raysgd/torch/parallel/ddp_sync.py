@@ -79,7 +79,7 @@ class DDPSync(GradientSync):
 
         check_group(model, options)
         hook, number = options.get(COMM_HOOK), self._numbers.setdefault(id(model), len(self._numbers) + 1)
-        state, function = (dist.group.WORLD, allreduce_hook) if hook is None else _hook_of_user(hook)
+        state, function = _hook_of_user(allreduce_hook if hook is None else hook)
         is_small = hook is None and _is_small(model, options)
         given = _Hook(self, f"model {number} exchanged gradients", is_small, partial(function, state))
         try:
@@ -226,7 +226,7 @@ class _Hook:
 
 def _exchange(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Average the gradients of a bucket. PyTorch calls this hook for each bucket, and waits for the returned future."""
-    return state.sync.average_bucket(state, bucket)  # type: ignore[no-any-return]
+    return state.sync.average_bucket(state, bucket)
 
 
 def wrappers(models: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:

@@ -26,7 +26,7 @@ from raysgd.torch.parallel.ddp_sync import DDPSync
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.scale import Scale
 from raysgd.torch.parallel.sync import GradientSync, Pass
-from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
+from raysgd.trainer.worker.step_loop import BatchPlan
 
 
 class LogicalShards:
@@ -152,12 +152,10 @@ class OrderedSync(GradientSync):
 
     _shards: LogicalShards | None = None
 
-    def begin_leg(
-        self, models: Sequence[torch.nn.Module], may_run_backward: bool, *, rules: StepRules, **options: Any
-    ) -> Leg:
-        rank, shards = dist.get_rank() if self.averages else 0, rules.num_shards
+    def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, **options: Any) -> Leg:
+        rank, shards = dist.get_rank() if self.averages else 0, options["rules"].num_shards
         self._shards = LogicalShards(shards, rank, self.num_ranks, models) if shards else None
-        return super().begin_leg(models, may_run_backward, rules=rules, **options)
+        return super().begin_leg(models, may_run_backward, **options)
 
     def open(self, plan: BatchPlan) -> None:
         super().open(plan)
