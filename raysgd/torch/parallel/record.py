@@ -54,7 +54,7 @@ class BatchRecord:
         self.items: list[Any] = []
         self.uncounted: Any = False
 
-    def ask_to_step(self, is_asked: bool = True) -> None:
+    def ask_to_step(self, is_asked: bool) -> None:
         """Record that user code has called `optimizer_step`."""
         self.has_asked_to_step |= is_asked
 
