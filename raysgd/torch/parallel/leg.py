@@ -1,6 +1,6 @@
 """`Leg`: tracks the current batch and optimizer step in the part of a training call that one worker group runs.
 
-Such a part is called a leg. `StepLoop.begin_leg` creates a `Leg` when a call starts, and another one when the call
+Such a part is called a leg. `Strategy.begin_leg` creates a `Leg` when a call starts, and another one when the call
 continues in a new worker group. The strategy's attribute `leg` is the current `Leg`. User code may also run backward
 passes between calls. The strategy then has a `Leg` without batches.
 
