@@ -1,8 +1,8 @@
 """`Leg`: tracks the current batch and optimizer step in the part of a training call that one worker group runs.
 
-Such a part is called a leg. `Strategy.begin_leg` creates a `Leg` when a call starts, and another one when the call
-continues in a new worker group. The strategy's attribute `leg` is the current `Leg`. User code may also run backward
-passes between calls. The strategy then has a `Leg` without batches.
+Such a part is called a leg. `GradientSync.begin_leg` creates a `Leg` when a call starts, and another one when the call
+continues in a new worker group. The attribute `leg` of the sync is the current `Leg`. User code may also run backward
+passes between calls. The sync then has a `Leg` without batches.
 
 A backward pass belongs to the batch that the training code requested last. Therefore, it is an error to request a batch
 with a different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.scale` explains
