@@ -207,7 +207,9 @@ class Recovery:
             while True:
                 try:
                     if event is not None:
-                        done, step, event = step.state, self._next(step.state, event, self._facts()), None
+                        # No row of an answered call needs facts, and reading them may ask Ray about standby workers.
+                        facts = Facts() if isinstance(event, states.CallAnswered) else self._facts()
+                        done, step, event = step.state, self._next(step.state, event, facts), None
                     self.state = step.state
                     if isinstance(step.state, states.Finished) and step.state.error is not None:
                         self._raised = self._error(step.state.error)

@@ -213,7 +213,7 @@ def _after_failure(failed: CallFailed, facts: Facts) -> Step:
     if failed.has_diverged:
         return Step(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
     if failed.lacks_memory:
-        return Step(Settling(Change(Why.MEMORY, failed, facts.members, len(facts.members))))
+        return Step(Settling(_change(Why.MEMORY, failed, facts)))
     if is_user and not (facts.retries_user_errors and facts.num_left > 0):
         if not failed.all_answered:
             return _follow(Raise(End.RAISED_INSIDE), facts)
@@ -221,8 +221,13 @@ def _after_failure(failed: CallFailed, facts: Facts) -> Step:
             return _raise_and_keep(End.USER_ERROR, facts)
         return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
     if not is_user and facts.continues and facts.can_continue and facts.num_retries > 0:
-        return Step(Settling(Change(Why.FAILURE, failed, facts.members, len(facts.members))))
+        return Step(Settling(_change(Why.FAILURE, failed, facts)))
     return _restart_after_failure(facts)
+
+
+def _change(why: Why, failed: CallFailed | None, facts: Facts) -> Change:
+    """A change of which all workers of the group are expected to be a part."""
+    return Change(why, failed, facts.members, len(facts.members))
 
 
 def leave_or_grow(leaving: Members, facts: Facts) -> Step:
@@ -303,7 +308,7 @@ def _enlarge(change: Change, facts: Facts) -> Step:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
     if len(facts.members) >= facts.min_workers or facts.is_ending:
         return Step(Polling(Poll.PAY))
-    return Step(TearingDown(Change(Why.FAILURE, None, facts.members, len(facts.members)), facts.members))
+    return Step(TearingDown(_change(Why.FAILURE, None, facts), facts.members))
 
 
 def _copy_again(change: Change, facts: Facts) -> Step:
