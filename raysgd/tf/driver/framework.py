@@ -38,7 +38,7 @@ _REASONS = (
 
 
 class TFFramework(Framework):
-    """What the driver of a `TFTrainer` does differently from a `TorchTrainer`'s.
+    """Holds what the driver of a `TFTrainer` does differently from a `TorchTrainer`'s.
 
     Args:
         group: The trainer's settings for its workers.

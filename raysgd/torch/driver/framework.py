@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchFramework(Framework):
-    """What the driver of a `TorchTrainer` does differently from a `TFTrainer`'s.
+    """Holds what the driver of a `TorchTrainer` does differently from a `TFTrainer`'s.
 
     Args:
         group: The trainer's settings for its workers.

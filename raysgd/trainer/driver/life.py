@@ -81,7 +81,7 @@ WORDS = FrontEndWords(
 
 
 class Framework(ABC):
-    """What PyTorch's and Keras's trainers do differently. Each trainer has an object of its own subclass.
+    """Holds what PyTorch's and Keras's trainers do differently. Each trainer has an object of its own subclass.
 
     The object has no reference to its trainer, so that a trainer is freed as soon as the program drops it. Methods that
     need the trainer's workers and settings receive its `TrainerLife`.

@@ -133,7 +133,7 @@ def planned(
 
 
 class StepParts:
-    """What a framework does at the events of a step, in a training or validation call. Each framework has a subclass.
+    """Acts for a framework at the events of a step, in a training or validation call. Each framework has a subclass.
 
     This base class assumes that the training state is always that of a committed step.
 

@@ -68,7 +68,7 @@ class Incident:
 
     @property
     def cause(self) -> str:
-        """What has happened, for the history."""
+        """The cause of the event, for the history."""
         return "; ".join([self._happened, *self.obstacles])
 
     @property
