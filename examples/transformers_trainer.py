@@ -3,7 +3,7 @@
 `Trainer` stays unchanged: each worker runs the function. A callback reports metrics and checkpoints, and the function
 resumes from the newest checkpoint. `HuggingFaceOperator` loses less: a step, as in `text_classification.py`.
 
-Data: made here, two kinds of numbers. Model: a small BERT with random weights. Packages: the extra `hf`, and accelerate.
+Data: made here, two kinds of numbers. Model: a small BERT with random weights. Packages: the extra `hf`, accelerate.
 """
 
 from pathlib import Path
