@@ -68,7 +68,7 @@ def session_ended() -> WorkersLostError:
 def delaying_shutdown() -> Iterator[None]:
     """Run a `with` block that `ray.shutdown()` in another thread waits for.
 
-    If Ray is shut down while `ray.put` runs in another thread, Ray ends the process with status 1.
+    If Ray is shut down while another thread writes to the object store or reads from it, Ray ends the process.
     """
     with find_name("ray._private.worker:_connect_or_shutdown_lock") or nullcontext():
         yield

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.core.cluster.ray_session import delaying_shutdown, in_session, session
+from raysgd.core.cluster.ray_session import delaying_shutdown, in_session, is_ray_thread, session
 from raysgd.core.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
@@ -75,7 +75,13 @@ def transfer(call: Any) -> Transfer:
     def result(timeout_s: float | None) -> Any:
         with in_session(sent_in):
             try:
-                return ray.get(call, timeout=timeout_s)
+                if not is_ray_thread():
+                    return ray.get(call, timeout=timeout_s)
+                # If Ray is shut down while a thread reads from the object store, Ray ends the process, or never returns.
+                if not ray.wait([call], timeout=timeout_s, fetch_local=False)[0]:
+                    raise TimeoutError("the result is still in transit")
+                with delaying_shutdown(), in_session(sent_in):
+                    return ray.get(call, timeout=timeout_s)
             except ray.exceptions.GetTimeoutError as error:
                 raise TimeoutError("the result is still in transit") from error
 

@@ -78,3 +78,34 @@ def test_a_program_that_ends_ray_first_keeps_its_status_and_starts_no_other(
     said = [] if is_saved else ENDS[how]
     assert (done.returncode, done.stdout.splitlines()) == (0, [*said, "Ray is ended"]), done.stderr
     assert done.stderr.count("Connecting to existing Ray cluster") == 1, done.stderr
+
+
+READS = """
+import os, signal, threading, time
+import numpy, ray
+from ray.cluster_utils import Cluster
+from raysgd.core.cluster.ray_session import RayThreads
+from raysgd.core.engine.transfers import transfer
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+node = cluster.add_node(num_cpus=1, resources={"other": 1})
+ray.init(address=cluster.address, log_to_driver=False)
+reference = ray.remote(resources={"other": 1})(lambda: numpy.ones(10_000_000)).remote()
+ray.wait([reference], fetch_local=False)
+pid = node.all_processes["raylet"][0].process.pid
+os.kill(pid, signal.SIGSTOP)
+coming = RayThreads().start(lambda: transfer(reference).result(None).sum(), "reader")
+time.sleep(1.0)
+threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+ray.shutdown()
+print(coming.result(60))
+cluster.shutdown()
+"""
+
+
+def test_the_end_of_ray_waits_for_a_value_that_a_thread_reads_from_another_node() -> None:
+    environment = {each: value for each, value in os.environ.items() if each != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", READS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["10000000.0"]), done.stderr
