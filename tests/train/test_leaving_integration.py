@@ -160,26 +160,21 @@ def test_a_run_that_has_ended_when_the_signal_comes_is_done(tmp_path: Path) -> N
 
 @pytest.mark.program
 @RunIf(programs=["timeout"])
-def test_a_program_under_timeout_is_done_some_day_and_takes_each_step_once(tmp_path: Path) -> None:
+def test_a_program_under_timeout_is_done_some_day_and_repeats_only_what_no_checkpoint_has(tmp_path: Path) -> None:
     """`timeout` sends the signal to all processes of the program, Ray's own included.
 
     On a busy machine, Ray may end before the workers have reported their checkpoint. Only then are steps repeated.
     """
     program = [sys.executable, "-m", "tests.train.left_program", str(tmp_path)]
-    statuses, said, seconds = [], "", 8.0
-    while not (tmp_path / "done").exists() and len(statuses) < 12:
-        command = ["timeout", "-s", "TERM", str(seconds), *program]
-        ended = subprocess.run(command, cwd=ROOT, check=False, stderr=subprocess.PIPE, text=True)
-        statuses.append(ended.returncode)
-        said += ended.stderr
-        seconds += 3.0  # on a busy machine the start alone may take as long
-    sys.stderr.write(said)
+    statuses, seconds = [], 8.0
+    while not (tmp_path / "done").exists() and len(statuses) < 8:
+        statuses.append(subprocess.call(["timeout", "-s", "TERM", str(seconds), *program], cwd=ROOT))
+        seconds += 6.0  # on a busy machine the start alone may take as long
     assert 124 in statuses, "it was ended at least once"
     assert (tmp_path / "done").read_text() == "59"
-    every_step = [str(step) for step in range(60)]
+    saved = [raysgd.air.Checkpoint.from_directory(file.parent) for file in tmp_path.rglob("dict_checkpoint.pkl")]
+    may_begin_at = {0, *(checkpoint.to_dict()["step"] + 1 for checkpoint in saved)}
     for rank in range(2):
-        steps = notes(tmp_path, rank, "step")
-        if "lost rank" in said:
-            assert list(dict.fromkeys(steps)) == every_step, "no step is left out"
-        else:
-            assert steps == every_step
+        steps = [int(step) for step in notes(tmp_path, rank, "step")]
+        assert list(dict.fromkeys(steps)) == list(range(60)), "no step is left out"
+        assert {step for last, step in itertools.pairwise(steps) if step != last + 1} <= may_begin_at
