@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from raysgd import testing
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.testing.files import _FullFile
 from raysgd.testing.processes import Trap, _check_moment
-from raysgd.trainer.worker.step_loop import BatchPlan
 
 
 @pytest.mark.parametrize("at", ["", "step", "step:", "step:-1", "step:1.5", "step: 3", "later", "Step:1", None, 3])

@@ -170,7 +170,7 @@ def _of_loader(leg: Leg, layout: LoaderLayout, batches: range, order: SampleOrde
         for number in batches:
             start, shares = plan.shares_of_step(number, rank)
             for share in shares:
-                of_rank.extend(indices[start + share.start : start + share.stop] if share.num_samples else ())
+                of_rank.extend(indices[start + share.start : start + share.stop] if share.plan.num_samples else ())
         by_rank.append(tuple(of_rank))
     return StepSamples(tuple(by_rank))
 

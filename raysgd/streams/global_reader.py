@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchShare
 from raysgd.streams.lane_reader import Place, StreamPass, StreamPosition
 from raysgd.streams.lanes import ENDLESS, DealtRows, LanePosition, LaneSlice, deal, slices
 from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
@@ -173,12 +175,8 @@ class Shares(Protocol):
     def global_size(self) -> int:
         """Number of rows in a full global batch."""
 
-    def parts(self, num_samples: int, rank: int) -> Sequence[tuple[int, int, int]]:
+    def parts(self, num_samples: int, rank: int) -> Sequence[BatchShare]:
         """Return the batches of one worker in a global batch.
-
-        Each batch is a tuple `(start, stop, total)`. The worker gets the rows from `start` to `stop` of the global
-        batch. `total` is the number of rows that all workers process at the same time as this batch. With
-        `deterministic=True`, it is the number of rows in the whole global batch.
 
         Args:
             num_samples: Number of rows in the global batch.
@@ -193,21 +191,14 @@ class StreamBatch(NamedTuple):
         start: Index of the batch's first row in the global batch.
         batch: The collated batch. If the worker has no rows in this batch, it is padding (repeated rows that do not
             count), or None if padding is not wanted.
-        num_rows: Number of rows that count. 0 for padding.
-        num_global: Number of rows that all workers process at the same time as this batch. With `deterministic=True`,
-            the number of rows in the whole global batch.
-        is_first: True if this is the worker's first batch in the global batch.
-        is_last: True if this is the worker's last batch in the global batch.
+        plan: How the batch counts.
         ends_pass: True if it is known that the global batch is the last of the pass.
         after: Position in the pass after the global batch.
     """
 
     start: int
     batch: Any
-    num_rows: int
-    num_global: int
-    is_first: bool
-    is_last: bool
+    plan: BatchPlan
     ends_pass: bool
     after: StreamPosition
 
@@ -215,7 +206,7 @@ class StreamBatch(NamedTuple):
 class _GlobalBatch(NamedTuple):
     """A global batch that was requested from the loader and has not been yielded yet."""
 
-    parts: Sequence[tuple[int, int, int]]
+    parts: Sequence[BatchShare]
     counts: Sequence[int]
     num_seen: int
     ends_pass: bool
@@ -305,7 +296,9 @@ class GlobalReader:
         self._is_over = not is_full or self._ends_here()
         num_seen = 0 if self._is_over and not stream.skips else self._ends.num_seen(self._rows_ahead)
         parts = self._shares.parts(dealt.num_rows, self._rank)
-        self._order(BatchOrder([self._wanted(dealt, *part) for part in parts], dealt.counts, places, num_seen))
+        self._order(
+            BatchOrder([self._wanted(dealt, start, stop) for start, stop, _ in parts], dealt.counts, places, num_seen)
+        )
         after, counts = self._ends.position(), self._ends.counts
         self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
@@ -317,7 +310,7 @@ class GlobalReader:
             num_left = of_limit if num_left is None else min(num_left, of_limit)
         return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
 
-    def _wanted(self, dealt: DealtRows, start: int, stop: int, num_global: int) -> list[LaneSlice]:
+    def _wanted(self, dealt: DealtRows, start: int, stop: int) -> list[LaneSlice]:
         """Return which rows of each lane this worker reads for a batch.
 
         A worker without rows in the batch reads none, and repeats its last batch as padding. A worker that has not had
@@ -354,10 +347,9 @@ class GlobalReader:
         self._ends.see(counts, num_rows, self._receive().found)
 
     def _batches(self, whole: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
-        for number, (batch, (start, stop, num_global)) in enumerate(zip(made.batches, whole.parts, strict=True), 1):
-            if batch is None and stop > start:
+        for batch, (start, _, plan) in zip(made.batches, whole.parts, strict=True):
+            if batch is None and not plan.is_padding:
                 raise TypeError("`collate` returned None: it has to return a batch. To skip rows, use `filter`.")
             if self._pad:
                 batch = self._last_batch = self._last_batch if batch is None else batch
-            place = number == 1, number == len(whole.parts)
-            yield StreamBatch(start, batch, stop - start, num_global, *place, whole.ends_pass, whole.after)
+            yield StreamBatch(start, batch, plan, whole.ends_pass, whole.after)

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd.core.arguments import is_integer
+from raysgd.core.arrays.batch_plan import NO_BATCH, BatchPlan, PlannedBatch
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
@@ -216,12 +217,7 @@ class StreamSource:
         ranks: The group of workers that read the stream together.
         seed: Seed for the order of rows in every pass. It must be the same on all ranks.
         collate: Combines a list of rows into a batch.
-        item: Function that makes the items that a pass yields. Its arguments are: the batch; the weight of its
-            gradients; its number of rows without padding; the number of rows on all ranks; whether it is this rank's
-            first batch in a step; whether it is this rank's last batch in a step; its two random seeds, or None; and
-            whether it is the last batch of the pass. In an evaluation on a stream of unknown length, only the first
-            four are passed.
-        no_batch: The batch to use in place of a batch without rows.
+        convert: Function that gets each batch and its number of rows without padding, and returns the batch to yield.
 
     Attributes:
         left_out: Number of rows of the pass so far, on all ranks together, that were skipped because of errors.
@@ -235,12 +231,11 @@ class StreamSource:
         ranks: StreamGroup,
         seed: int,
         collate: Collate,
-        item: Callable[..., Any],
-        no_batch: Any = None,
+        convert: Callable[[Any, int], Any] = lambda batch, num_rows: batch,
     ) -> None:
         self.data, self.seed = data, seed
         self._ranks = ranks
-        self._collate, self._item, self._no_batch = collate, item, no_batch
+        self._collate, self._convert = collate, convert
         self._start_sum: StartSum = alone
         self._positions: dict[int, StreamPosition] = {}
         self.left_out = 0
@@ -271,8 +266,8 @@ class StreamSource:
         is_needed = ranks.world_size > 1 and not self.data.open_pass(0, self.seed).is_known
         self._start_sum = ranks.adding() if is_needed else alone
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[Any]:
-        """Return an iterator over the items of a pass.
+    def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
+        """Return an iterator over the batches of a pass.
 
         Args:
             pass_index: Index of the pass.
@@ -284,14 +279,14 @@ class StreamSource:
         if not consumed:
             self._positions.clear()
         if not (data.is_training or of_pass.is_known):
-            return self._own_items(replace(of_pass, stream=replace(of_pass.stream, drop_last=False)))
+            return self._own_batches(replace(of_pass, stream=replace(of_pass.stream, drop_last=False)))
         begin = self._positions.get(consumed, StreamPosition(consumed))
         assert not consumed or of_pass.is_known or begin.lanes is not None, "where lanes are came with the state"
         watched = self._watched(of_pass)
         loading = partial(self._loading, of_pass, watched)
         ranks, pad = self._ranks, data.is_training
         reader = GlobalReader(of_pass, self._shares, ranks.rank, begin, watched, loading, self._start_sum, pad)
-        return self._items(reader, pass_index, consumed)
+        return self._batches(reader, pass_index, consumed)
 
     def _watched(self, of_pass: StreamPass) -> range:
         return lanes_of(self._ranks.rank, self._ranks.world_size, of_pass.num_lanes)
@@ -309,28 +304,30 @@ class StreamSource:
         makers = [BatchMaker(of_pass, watched[each.start : each.stop], make) for each in lanes]
         return LoaderProcesses(makers, join, loader.prefetch, frameworks.begin_process)
 
-    def _items(self, reader: GlobalReader, pass_index: int, consumed: int) -> Iterator[Any]:
+    def _batches(self, reader: GlobalReader, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
         for batch in reader:
-            if batch.is_first:
+            plan, is_last = batch.plan, batch.plan.ends_global_batch
+            if plan.starts_global_batch:
                 self._note(batch)
-            weight = batch.num_rows * self._ranks.world_size / batch.num_global if batch.num_global else 0.0
-            own = self._no_batch if batch.batch is None else batch.batch
-            seeds = self._seeds(pass_index, consumed, batch) if self.num_shards else None
-            ends_pass = batch.is_last and batch.after.num_rows == self._end
-            place = batch.is_first, batch.is_last, seeds, ends_pass
-            yield self._item(own, weight, batch.num_rows, batch.num_global, *place)
-            if batch.is_last:
+            if self.num_shards:
+                plan = plan._replace(seeds=self._seeds(pass_index, consumed, batch))
+            yield self._planned(batch, plan, is_last and batch.after.num_rows == self._end)
+            if is_last:
                 consumed = batch.after.num_rows
         self._end = consumed
         if consumed and consumed == self._opened_at and not self._ranks.rank:
             logger.warning("epoch %d should continue after %d rows, but no rows are left", pass_index + 1, consumed)
 
-    def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
-        """Yield the items of an evaluation on a stream of unknown length. Each rank reads some lanes by itself."""
+    def _planned(self, batch: StreamBatch, plan: BatchPlan, ends_pass: bool | None = None) -> PlannedBatch:
+        own = NO_BATCH if batch.batch is None else self._convert(batch.batch, plan.num_samples or 0)
+        return PlannedBatch(own, plan, ends_pass)
+
+    def _own_batches(self, of_pass: StreamPass) -> Iterator[PlannedBatch]:
+        """Yield the batches of an evaluation on a stream of unknown length. Each rank reads some lanes by itself."""
         size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
         for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
-            yield self._item(batch.batch, 1.0, batch.num_rows, batch.num_rows)
+            yield self._planned(batch, batch.plan)
 
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
         """Return two random seeds: one for this batch, and one to set after the step, which is equal on all ranks."""

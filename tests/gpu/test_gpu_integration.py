@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.shared.types import World
 from raysgd.testing import kill_worker
@@ -30,7 +31,6 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.train import Trainer
 from raysgd.train.torch import TorchConfig
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.core.connections.ranks import boards_of
 from tests.helpers.run_if import RunIf
 from tests.torch import operators_for_tests
@@ -209,7 +209,7 @@ def test_gradients_travel_by_nccl() -> None:
     model = parallel.wrap(torch.nn.Linear(2, 1, bias=False).cuda(), [torch.cuda.current_device()], {})
     parallel.attach([model])
     parallel.sync.begin_leg([model], may_run_backward=True)
-    parallel.sync.leg.begin_batch(BatchPlan(1, sample_weight=0.5))
+    parallel.sync.leg.begin_batch(BatchPlan(1, weight=0.5))
     model(torch.ones(1, 2, device="cuda")).sum().backward()
     assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
     with parallel.evaluating([model]), torch.no_grad():

@@ -206,7 +206,11 @@ def next_part(
     division = Division(batch_size * world_size, world_size, cap=batch_size)
     plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True)
     start, [share] = plan.shares_of_step(0, rank)
-    own = sum(bits_in_order(num_samples, epoch)[start + share.start : start + share.stop]) if share.num_samples else 0
+    own = (
+        sum(bits_in_order(num_samples, epoch)[start + share.start : start + share.stop])
+        if share.plan.num_samples
+        else 0
+    )
     return own, plan.consumed_after(1)
 
 

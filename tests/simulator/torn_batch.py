@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES
 from raysgd.core.engine.shared.types import World
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting.torch_step import TorchParts, make_undo
@@ -16,7 +17,6 @@ from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.steps import OptimizerSteps
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 

@@ -111,7 +111,7 @@ def read_together(
     def read(rank: int) -> list[list[StreamBatch]]:
         steps: list[list[StreamBatch]] = []
         for batch in reader(of_pass, shares, rank, begin, sums.of_rank(), num_ahead):
-            if batch.is_first:
+            if batch.plan.starts_global_batch:
                 if len(steps) == num_steps:
                     break
                 steps.append([])
@@ -125,9 +125,9 @@ def read_together(
 
 def joint(step: Sequence[Sequence[StreamBatch]]) -> list[Any]:
     """The rows of a global batch, in its order."""
-    return [row for batches in step for batch in batches for row in (batch.batch or [])[: batch.num_rows]]
+    return [row for batches in step for batch in batches for row in (batch.batch or [])[: batch.plan.num_samples]]
 
 
 def counts(step: Sequence[Sequence[StreamBatch]]) -> list[int]:
     """The rows of each rank in a global batch."""
-    return [sum(batch.num_rows for batch in batches) for batches in step]
+    return [sum(batch.plan.num_samples or 0 for batch in batches) for batches in step]

@@ -84,7 +84,7 @@ def test_a_pass_goes_on_after_any_changes_with_the_next_row(seed: int) -> None:
         if not steps:
             break
         done += [joint(step) for step in steps]
-        ends += [batch.ends_pass for step in steps for batch in step[0] if batch.is_last]
+        ends += [batch.ends_pass for step in steps for batch in step[0] if batch.plan.ends_global_batch]
         positions = {batch.after for batches in steps[-1] for batch in batches}
         assert len(positions) == 1  # all ranks know it
         [position] = positions
@@ -249,8 +249,8 @@ def test_rows_that_make_no_batch_are_named_with_the_field_in_which_they_differ(n
 
 def test_a_batch_of_a_worker_has_a_limit_as_for_loaders() -> None:
     steps = read_together(pass_of(MadeStream([50]).batch(24)), 2, cap=5)
-    assert [[batch.num_rows for batch in batches] for batches in steps[0]] == [[4, 4, 4], [4, 4, 4]]
-    places = [(batch.is_first, batch.is_last) for batch in steps[0][0]]
+    assert [[batch.plan.num_samples for batch in batches] for batches in steps[0]] == [[4, 4, 4], [4, 4, 4]]
+    places = [(batch.plan.starts_global_batch, batch.plan.ends_global_batch) for batch in steps[0][0]]
     assert places == [(True, False), (False, False), (False, True)]
     assert len(set(rows_of(steps))) == 50
 

@@ -19,7 +19,7 @@ from raysgd.exceptions import StreamError
 from raysgd.streams.source import StreamSource, stream_data
 from raysgd.streams.stream import Pipeline
 from tests.streams.made import MadeStream, division
-from tests.streams.test_source import Item, Place, Tuples, data_of, source_of
+from tests.streams.test_source import Place, Tuples, data_of, source_of
 
 FORMS: dict[str, Any] = {
     "known": lambda: MadeStream([30] * 10).shuffle(128),
@@ -131,13 +131,13 @@ def test_they_load_ahead_while_the_worker_trains(tmp_path: Path) -> None:
     next(opened)
     while not (tmp_path / "waiting").exists():  # it comes there without another step
         time.sleep(0.01)
-    assert [next(opened).num_samples for _ in range(3)] == [64] * 3
+    assert [next(opened).plan.num_samples for _ in range(3)] == [64] * 3
     gate.touch()
-    assert sum(item.num_samples for item in opened) == 6 * 64
+    assert sum(item.plan.num_samples for item in opened) == 6 * 64
 
 
 def test_there_are_no_more_of_them_than_lanes() -> None:
     data = stream_data(MadeStream([200]).batch(64, num_workers=5), "train", division, 40)
-    sources = [StreamSource(data, Place(rank, 40), 0, Tuples(), Item) for rank in (0, 1)]
+    sources = [StreamSource(data, Place(rank, 40), 0, Tuples()) for rank in (0, 1)]
     rows = [row for source in sources for item in source.open(0, 0) for row in item.batch]
     assert len(rows) == sum(sum(division(64, 40).counts(size)[:2]) for size in (64, 64, 64, 8))

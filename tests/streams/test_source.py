@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -16,17 +16,6 @@ from raysgd.streams.global_reader import StartSum
 from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from tests.streams.made import MadeStream
-
-
-class Item(NamedTuple):
-    batch: Any
-    weight: float
-    num_samples: int
-    total: int
-    is_first: bool = True
-    is_last: bool = True
-    seeds: Any = None
-    is_last_of_pass: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ def data_of(stream: Stream, name: str = "train", world_size: int = 1) -> StreamD
 
 
 def source_of(data: StreamData, seed: int = 0, rank: int = 0, world_size: int = 1) -> StreamSource:
-    return StreamSource(data, Place(rank, world_size), seed, Tuples(), Item, "no batch")
+    return StreamSource(data, Place(rank, world_size), seed, Tuples())
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -66,7 +55,7 @@ def test_a_saved_position_leads_to_the_next_row_in_another_process(is_known: boo
     stream = MadeStream([30] * 4, is_known).shuffle(50).batch(16)
     source = source_of(data_of(stream), seed=7)
     items = list(source.open(1, 0))
-    assert [item.num_samples for item in items] == [16] * 7 + [8]
+    assert [item.plan.num_samples for item in items] == [16] * 7 + [8]
     assert source.num_steps() == 8
     for num_steps in (0, 3, 8):
         consumed = source.consumed_after(num_steps)
@@ -106,8 +95,10 @@ def test_weights_average_to_one_over_the_ranks() -> None:
         strict=True,
     )
     for ranks in steps:
-        assert sum(item.weight for item in ranks) == pytest.approx(3)
-        assert [item.weight for item in ranks] == [pytest.approx(3 * item.num_samples / item.total) for item in ranks]
+        assert sum(item.plan.weight for item in ranks) == pytest.approx(3)
+        assert [item.plan.weight for item in ranks] == [
+            pytest.approx(3 * item.plan.num_samples / item.plan.total_samples) for item in ranks
+        ]
 
 
 def test_logical_shards_and_their_seeds_do_not_depend_on_the_number_of_workers() -> None:
@@ -116,8 +107,8 @@ def test_logical_shards_and_their_seeds_do_not_depend_on_the_number_of_workers()
         data = stream_data(stream, "train", lambda size, number: ShardedGlobalBatch(size, number, 4), world_size)
         sources = [source_of(data, rank=rank, world_size=world_size) for rank in range(world_size)]
         assert sources[0].num_shards == 4
-        found = [item for each in sources for item in each.open(0, 0) if item.num_samples]
-        return sorted((item.batch, item.seeds) for item in found)
+        found = [item for each in sources for item in each.open(0, 0) if item.plan.num_samples]
+        return sorted((item.batch, item.plan.seeds) for item in found)
 
     assert shards(1) == shards(2) == shards(3)
 
@@ -129,7 +120,7 @@ def test_an_evaluation_takes_each_row_once(is_known: bool) -> None:
         item
         for rank in range(3)
         for item in source_of(data_of(stream, "validation", 3), rank=rank, world_size=3).open(0, 0)
-        if item.num_samples
+        if item.plan.num_samples
     ]
     assert sorted(row for item in items for row in item.batch) == sorted(
         (f"shard-{shard}", row) for shard, length in ((0, 25), (1, 3)) for row in range(length)

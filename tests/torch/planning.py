@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.torch.parallel.leg import Leg
-from raysgd.trainer.worker.step_loop import BatchPlan
 
 
 def begin_next(

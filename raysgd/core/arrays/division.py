@@ -10,9 +10,12 @@ ADR 98 explains why the global batch keeps its size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+from raysgd.core.arrays.batch_plan import BatchPlan, plan_of
 
 
 class BatchShare(NamedTuple):
@@ -21,13 +24,12 @@ class BatchShare(NamedTuple):
     Attributes:
         start: Index of the first sample in the global batch.
         stop: Index after the last sample. Equal to `start` if the batch is empty.
-        num_together: Total number of samples in the batches that all workers process at the same time. With
-            `ShardedGlobalBatch`, number of samples in the whole global batch.
+        plan: How the batch counts.
     """
 
     start: int
     stop: int
-    num_together: int
+    plan: BatchPlan
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,20 @@ class ShardedGlobalBatch:
         than `num_batches` shards, so `num_batches` gradient buffers always suffice.
         """
         stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
-        parts = [BatchShare(start, stop, num_samples) for start, stop in pairwise(stops) if start < stop]
-        counts = even_counts(len(parts), self.world_size)
+        bounds = [(start, stop) for start, stop in pairwise(stops) if start < stop]
+        counts = even_counts(len(bounds), self.world_size)
         first = sum(counts[:rank])
-        return parts[first : first + counts[rank]] or [BatchShare(0, 0, num_samples)]
+        own = bounds[first : first + counts[rank]] or [(0, 0)]
+        return _planned(own, [num_samples] * len(own), self.world_size)
+
+
+def _planned(bounds: Sequence[tuple[int, int]], totals: Sequence[int], world_size: int) -> list[BatchShare]:
+    """Return the batches of one worker in a global batch, with their plans."""
+    last, numbered = len(bounds) - 1, enumerate(zip(bounds, totals, strict=True))
+    return [
+        BatchShare(start, stop, plan_of(stop - start, total, world_size, index == 0, index == last))
+        for index, ((start, stop), total) in numbered
+    ]
 
 
 def even_counts(num_samples: int, num_shares: int) -> list[int]:
@@ -111,8 +123,9 @@ class Division:
     Examples:
         >>> Division(global_size=18, world_size=7).counts(18)
         [3, 3, 3, 3, 2, 2, 2]
-        >>> Division(global_size=18, world_size=2, cap=5).parts(18, rank=1)
-        [BatchShare(start=9, stop=14, num_together=10), BatchShare(start=14, stop=18, num_together=8)]
+        >>> parts = Division(global_size=18, world_size=2, cap=5).parts(18, rank=1)
+        >>> [(part.start, part.stop, part.plan.total_samples) for part in parts]
+        [(9, 14, 10), (14, 18, 8)]
     """
 
     global_size: int
@@ -134,9 +147,8 @@ class Division:
         All ranks have the same number of batches.
         """
         batches = self._batches(num_samples)
-        together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))
-        return [BatchShare(*bounds, number) for bounds, number in zip(pairwise(stops), together, strict=True)]
+        return _planned([*pairwise(stops)], [*map(sum, zip(*batches, strict=True))], self.world_size)
 
     def _batches(self, num_samples: int) -> list[list[int]]:
         """Return a list for each worker: the sizes of the batches that it processes for one global batch."""

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
+from raysgd.core.arrays.batch_plan import BatchPlan, PlannedBatch, plan_of
 from raysgd.core.arrays.division import Division
 from raysgd.core.connections.group import EarlyVotes, Group
 from raysgd.core.engine.shared.types import SamplesUsed, World
@@ -20,35 +21,10 @@ from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import array_collate, spec_of
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding
-from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
+from raysgd.trainer.worker.data.data_cursor import DataCursor
 from raysgd.trainer.worker.data.feed import has_divided_source
-from raysgd.trainer.worker.step_loop import BatchPlan
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StreamItem:
-    """One replica's batch, with the sample counts and weights that scale its gradients.
-
-    Attributes:
-        batch: The batch's tensors.
-        num_samples: Number of this rank's samples in the step. 0 if the batch is padding.
-        num_global: The step's total number of samples over all ranks, or 0 if unknown.
-        weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
-    """
-
-    batch: Any
-    num_samples: int
-    num_global: int
-    weights: tuple[float, float] = (0.0, 0.0)
-    is_first: ClassVar[bool] = True
-    is_last_part: ClassVar[bool] = True
-    is_last_of_pass: ClassVar[bool | None] = None
-
-    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
-        """Return how the batch counts. Each batch is a step of the optimizer."""
-        return BatchPlan(self.num_samples, self.num_global, is_padding=not self.num_samples)
 
 
 class Passes:
@@ -136,16 +112,16 @@ class TFDividedSource:
     def join(self, ranks: Any) -> None:
         """Do nothing, because the ranks compute their shards of the dataset without communication."""
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
         if self._pads:  # in training, the order of a pass must depend only on the index of the pass
             self._passes.go_to(pass_index)
         self._passes.begin_pass()
         batches = self._global(datasets.after_samples(self._passes.dataset, consumed))
         for batch, own, total, weights in datasets.counted_part_of(batches, self._world.rank, self._world.size):
-            item = StreamItem(batch, int(own), int(total), tuple(weights.numpy()))
-            consumed += item.num_global
-            if item.num_samples or self._pads:
-                yield item
+            plan = plan_of(int(own), int(total))._replace(sample_weights=tuple(weights.numpy()))
+            consumed += int(total)
+            if plan.num_samples or self._pads:
+                yield PlannedBatch(batch, plan)
         self._passes.num_samples = consumed
 
     @property
@@ -207,7 +183,7 @@ class OwnSource:
     def join(self, ranks: Any) -> None:
         """Do nothing, because the votes already use the connections of the current group."""
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
         """Start a pass over this rank's dataset and yield the batches of the pass."""
         batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
         last = None
@@ -221,11 +197,11 @@ class OwnSource:
                     "with. Give every rank at least one batch."
                 )
             else:
-                yield StreamItem(last.batch, 0, 0)
+                yield PlannedBatch(last.batch, plan_of(0, 0))
 
-    def _alone(self) -> Iterator[StreamItem]:
+    def _alone(self) -> Iterator[PlannedBatch]:
         for batch in self._dataset:
-            yield StreamItem(batch, int(datasets.num_samples(batch)), 0)
+            yield PlannedBatch(batch, plan_of(int(datasets.num_samples(batch)), 0))
 
     def num_steps(self) -> int | None:
         number = int(self._dataset.cardinality()) if hasattr(self._dataset, "cardinality") else -1
@@ -262,14 +238,14 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
     def generate() -> Iterator[Any]:
         for item in OwnSource(dataset, votes).open(0, 0):
             batch = item.batch
-            yield batch if item.num_samples else tf.nest.map_structure(lambda tensor: tensor[:0], batch)
+            yield batch if item.plan.num_samples else tf.nest.map_structure(lambda tensor: tensor[:0], batch)
 
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
 
 
-class TFCursor(DataCursor[StreamItem]):
+class TFCursor(DataCursor):
     """Draws the batches of a source, always one in advance, to detect which step is the last of the pass.
 
     Attributes:
@@ -296,9 +272,9 @@ class TFCursor(DataCursor[StreamItem]):
         due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
         return SamplesUsed(self.pass_index, due, completed, in_flight, left_out=left_out)
 
-    def opened(self, item: StreamItem, has_batch: bool) -> None:
-        self.consumed += item.num_global
-        super().opened(item, has_batch)
+    def opened(self, plan: BatchPlan, has_batch: bool) -> None:
+        self.consumed += plan.total_samples or 0
+        super().opened(plan, has_batch)
 
     def commit(self) -> None:
         super().commit()
@@ -308,7 +284,7 @@ class TFCursor(DataCursor[StreamItem]):
         super().resume(pass_index, consumed)
         self.consumed = self._completed = consumed
 
-    def _begin_pass(self, consumed: int) -> Iterator[StreamItem]:
+    def _begin_pass(self, consumed: int) -> Iterator[PlannedBatch]:
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
 
@@ -354,21 +330,19 @@ def data_of(stream: Stream, name: str, world: World) -> StreamData:
 
 def source_of(data: StreamData, ranks: TFRanks, seed: int) -> StreamSource:
     """Return the source that reads a replica's batches from a stream."""
-    return StreamSource(data, ranks, seed, array_collate(), partial(_item, data.loader.collate is not None), NO_BATCH)
+    return StreamSource(data, ranks, seed, array_collate(), partial(_tensors, data.loader.collate is not None))
 
 
-def _item(
-    has_own_collate: bool, batch: Any, weight: float, num_samples: int, num_global: int, *place: Any
-) -> StreamItem:
+def _tensors(has_own_collate: bool, batch: Any, num_samples: int) -> Any:
     import tensorflow as tf
 
-    tensors = batch if batch is NO_BATCH else tf.nest.map_structure(tf.convert_to_tensor, batch)
+    tensors = tf.nest.map_structure(tf.convert_to_tensor, batch)
     if has_own_collate and num_samples and (num_out := int(datasets.num_samples(tensors))) != num_samples:
         raise ValueError(
             f"the `collate` of a stream turned {num_samples} rows into {num_out} samples, but batches count rows. Skip "
             "rows with `filter`. To turn one row into several, do so in the shards."
         )
-    return StreamItem(tensors, num_samples, num_global)
+    return tensors
 
 
 def dataset_of(stream: Stream) -> Any:

@@ -17,7 +17,6 @@ from raysgd.core.numbers.time_spent import USEFUL
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
-from raysgd.tf.data.dataset_streams import StreamItem
 from raysgd.tf.hosting.keras_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
 from raysgd.tf.hosting.tf_feed import FitFeed, TFFeed
 from raysgd.tf.objects import datasets, learning_rates, naming, registration
@@ -34,7 +33,7 @@ from raysgd.trainer.worker import hosted
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, is_stock, take_rank
-from raysgd.trainer.worker.step_loop import BatchPlan, StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -338,9 +337,6 @@ class KerasParts(StepParts):
         super().__init__(feed, step)
         self._operator, self._synchronizer = operator, synchronizer
         self._num_exchanges = 0  # number of completed all-reduces when the last step ended
-
-    def open(self, plan: BatchPlan, item: StreamItem) -> None:
-        self._step.begin_batch(item.num_samples, item.num_global, item.weights)
 
     def takes_padding(self, batch: Any) -> bool:
         """Take part in a step for which only other ranks have samples, without calling the user's `train_batch`.

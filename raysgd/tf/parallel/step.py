@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
+from raysgd.trainer.worker.step_loop import StepRules
 
 Exchange = Callable[[], object]
 """A function that repeats an all-reduce of a step with zeros, on a rank that has no samples."""
@@ -29,19 +30,19 @@ class TFStep:
     """
 
     num_samples: int | None = None
-    num_global: int = 0
+    num_global: int | None = 0
     weights: tuple[float, float] = (0.0, 0.0)
     usual: list[Exchange] = field(default_factory=list)
     _exchanged: list[Exchange] = field(default_factory=list)
-    _waiting: list[tuple[int, int]] = field(default_factory=list)
+    _waiting: list[tuple[int | None, int | None]] = field(default_factory=list)
     _is_last_waiting: bool = False
 
-    def begin_batch(self, num_samples: int, num_global: int, weights: tuple[float, float]) -> None:
+    def begin_batch(self, plan: BatchPlan) -> None:
         """Start a step with the sample counts of its batch. Call this before the batch is yielded to user code."""
-        self.num_samples, self.num_global, self.weights = num_samples, num_global, weights
+        self.num_samples, self.num_global, self.weights = plan.num_samples, plan.total_samples, plan.sample_weights
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
-        self._waiting.append((num_samples, num_global))
+        self._waiting.append((plan.num_samples, plan.total_samples))
         self._is_last_waiting = True
 
     def confirm(self) -> None:

@@ -7,8 +7,8 @@ index of the pass, and how many samples were consumed. A position stays valid wh
 sample of a pass is still used exactly once.
 
 In each step, N workers see exactly the samples that one process with an N times larger batch would see, in the same
-order. This includes the last step, which may be smaller and split unevenly: `Share.weight` makes the mean of the ranks'
-gradients equal to the mean over the samples.
+order. This includes the last step, which may be smaller and split unevenly: `BatchPlan.weight` makes the mean of the
+ranks' gradients equal to the mean over the samples.
 
 This module does not count consumed samples. A `DataLoader` prefetches, so only the training loop knows how many samples
 were consumed. To resume a pass, the loop passes this number to `begin_pass`. Planning a pass is arithmetic on positions
@@ -25,39 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import Sampler
 
 from raysgd.core.arrays.division import BatchShare, Division, ShardedGlobalBatch
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.torch.data.sample_order import BatchesOrder, Indices, JoinedBatches, SampleOrder, SamplerOrder
-
-
-class Share(NamedTuple):
-    """A batch that one rank processes in a step. A rank may have several batches in a step.
-
-    Attributes:
-        start: Position of the batch's first sample, counted from the first sample of its global batch.
-        stop: Position after the batch's last sample, counted in the same way.
-        num_samples: Number of samples that count: `stop - start`, or 0 for padding, whose samples do not count.
-        weight: Factor by which the batch's gradient is multiplied before the unweighted mean over the ranks is taken.
-            The weights of batches that the ranks process at the same time average to 1, and are exactly 1.0 if these
-            batches have the same size. With `deterministic=True`, only each rank's sum of weights in the step counts:
-            these sums average to 1.
-        num_global: Total number of samples in the batches that all ranks process at the same time. With
-            `deterministic=True`, the number of samples in the entire step.
-        is_first: True if this is the rank's first batch of the step.
-        is_last: True if this is the rank's last batch of the step.
-    """
-
-    start: int
-    stop: int
-    num_samples: int
-    weight: float
-    num_global: int
-    is_first: bool = True
-    is_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -153,13 +127,13 @@ class PassPlan:
         sizes.update(stop - start for start, stop in map(self._span, range(first, self.num_steps)))
         return sizes
 
-    def shares(self, rank: int) -> Iterator[tuple[int, Share]]:
+    def shares(self, rank: int) -> Iterator[tuple[int, BatchShare]]:
         """Yield the batches of `rank` in order, including batches without samples.
 
-        Global batches of the same size have the same `Share` objects, so a step does not create any.
+        Global batches of the same size have the same `BatchShare` objects, so a step does not create any.
 
         Yields:
-            The position of the global batch's first sample in the order of the pass, and the `Share`.
+            The position of the global batch's first sample in the order of the pass, and the `BatchShare`.
 
         Raises:
             ValueError: `rank` is out of range.
@@ -174,7 +148,7 @@ class PassPlan:
             for share in shares:
                 yield start, share
 
-    def shares_of_step(self, step: int, rank: int) -> tuple[int, list[Share]]:
+    def shares_of_step(self, step: int, rank: int) -> tuple[int, list[BatchShare]]:
         """Return the batches of `rank` in the global step `step`, where 0 is the first of the remaining steps.
 
         Returns:
@@ -195,19 +169,12 @@ class PassPlan:
             for size, num_steps in self._sizes.items()
         )
 
-    def _shares_of_batch(self, rank: int, size: int) -> list[Share]:
+    def _shares_of_batch(self, rank: int, size: int) -> list[BatchShare]:
         """Return the batches that a rank gets from a global batch, with positions relative to its first sample."""
-        parts = self.division.parts(size, rank)
-        return [self._share(size, index, parts) for index in range(len(parts))]
-
-    def _share(self, size: int, index: int, parts: Sequence[BatchShare]) -> Share:
-        first, stop, together = parts[index]
-        own, place = stop - first, (index == 0, index == len(parts) - 1)
-        if own:
-            return Share(first, stop, own, own * self.division.world_size / together, together, *place)
         # Pad with real samples, so that the forward pass works as usual. Batch norm needs at least two samples.
         num_shown = min(2, self.division.cap or 2, size) if self.pad else 0
-        return Share(0, num_shown, 0, 0.0, together, *place)
+        shares = self.division.parts(size, rank)
+        return [each._replace(start=0, stop=num_shown) if each.plan.is_padding else each for each in shares]
 
 
 def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:

@@ -20,7 +20,6 @@ from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.data.sources import (
     DividedLoaderSource,
-    DrawnItem,
     LoaderSource,
     PlainSource,
     TorchCursor,
@@ -29,7 +28,6 @@ from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
-from raysgd.trainer.worker.data.data_cursor import NO_BATCH
 from raysgd.trainer.worker.data.feed import DataFeed, has_divided_source
 
 logger = logging.getLogger(__name__)
@@ -127,7 +125,7 @@ class TorchFeed(DataFeed):
         return self._plain_source(data.loader, training)
 
     def _stream_source(self, data: StreamData, seed: int) -> StreamSource:
-        return StreamSource(data, self._ranks, seed, TensorCollate(), DrawnItem, NO_BATCH)
+        return StreamSource(data, self._ranks, seed, TensorCollate())
 
     def _plain_source(self, loader: Any, training: bool) -> PlainSource:
         return PlainSource(loader, is_in_lockstep=training and self._parallel.sync.averages)

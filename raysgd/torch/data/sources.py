@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import DistNetworkError
 
+from raysgd.core.arrays.batch_plan import NO_BATCH, PlannedBatch, plan_of
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
 from raysgd.torch.data.batch_sampler import PassPlan
@@ -24,46 +25,12 @@ from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Summation
-from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
-from raysgd.trainer.worker.step_loop import BatchPlan
+from raysgd.trainer.worker.data.data_cursor import DataCursor
 
 logger = logging.getLogger(__name__)
 
 _END = object()
 _WHEN_TRAINED = 2
-
-
-class DrawnItem(NamedTuple):
-    """A batch that a source yields, with its weight and its position in the pass (one time through the data).
-
-    In a global step, one step of all ranks together, each rank trains on one batch or on several, one after the other.
-
-    Attributes:
-        batch: The batch, as the loader yields it. `NO_BATCH` if this rank has no samples in a step of an evaluation.
-        weight: Weight of the batch's gradient in the mean over the ranks.
-        num_samples: Number of samples in the batch, without padding; None if it is unknown.
-        total: Number of samples in the batches that all ranks process at the same time; None if it is unknown. With
-            `deterministic=True`, the number of samples in the entire global step.
-        is_first: True if the global step starts with this batch.
-        is_last_part: True if the global step ends with this batch.
-        seeds: With `deterministic=True`, two seeds for the random number generators: one to set before this batch, one
-            to set after the last batch of the global step. Otherwise None.
-        is_last_of_pass: True if the pass ends with this batch; None if that is not known yet.
-    """
-
-    batch: Any
-    weight: float
-    num_samples: int | None
-    total: int | None
-    is_first: bool = True
-    is_last_part: bool = True
-    seeds: tuple[int, int] | None = None
-    is_last_of_pass: bool | None = None
-
-    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
-        """Return how the batch counts, and whether a step of the optimizer starts or ends with it."""
-        ends = self.is_first, self.is_last_part, starts_step, sync_gradients
-        return BatchPlan(self.num_samples, self.total, self.weight, *ends, self.seeds, self.num_samples == 0)
 
 
 class DividedLoaderSource:
@@ -225,7 +192,7 @@ class DividedLoaderSource:
             )
         return is_so
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
         sampler = self._sharded.sampler
         if not self.has_own_order and (now := len(self._sharded.own_sampler)) != self.num_samples:
             raise ValueError(
@@ -240,20 +207,15 @@ class DividedLoaderSource:
             self.check_plan(plan)
         self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
         batches, num_shards, steps_left = iter(self._sharded.loader), sampler.num_shards, plan.num_steps
-        seeds: tuple[int, int] | None = None
         for start, share in plan.shares(rank):
-            batch = next(batches) if share.num_samples or plan.pad else NO_BATCH
+            batch_plan = share.plan
+            batch = NO_BATCH if batch_plan.is_padding and not plan.pad else next(batches)
             if num_shards:
-                places = start + share.start, consumed
+                places = start + share.start, start
                 own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
-                seeds = own, of_step
-            steps_left -= share.is_last
-            is_end = steps_left == 0
-            yield DrawnItem(
-                batch, share.weight, share.num_samples, share.num_global, share.is_first, share.is_last, seeds, is_end
-            )
-            if num_shards and share.is_last:
-                consumed += share.num_global
+                batch_plan = batch_plan._replace(seeds=(own, of_step))
+            steps_left -= batch_plan.ends_global_batch
+            yield PlannedBatch(batch, batch_plan, steps_left == 0)
         next(batches, None)  # exhaust the loader, so that it ends its worker processes
 
     def num_steps(self) -> int | None:
@@ -303,7 +265,7 @@ class PlainSource:
         """Use `ranks` from now on: this worker's rank in the next call's worker group, and sums over that group."""
         self._ranks = ranks
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
         """Start a pass from its first batch, and return an iterator over the batches.
 
         Args:
@@ -313,7 +275,7 @@ class PlainSource:
         tell_epoch(self._loader, pass_index)
         if self._is_in_lockstep:
             return _in_lockstep(iter(self._loader), self._ranks.start_sum, self._ranks.world_size)
-        return (DrawnItem(batch, 1.0, None, None) for batch in self._loader)
+        return map(PlannedBatch, self._loader)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
         """Return plain data that marks the samples of each step as unknown in the journal (`raysgd.journal`)."""
@@ -331,7 +293,7 @@ class PlainSource:
         return 0
 
 
-def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) -> Iterator[DrawnItem]:
+def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) -> Iterator[PlannedBatch]:
     coming = next(batches, _END)
     hear = ask(start_sum, _samples_in(coming))
     last = _END
@@ -349,7 +311,7 @@ def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) 
         coming = next(batches, _END) if has_own else _END
         # Start the all-reduce for the next step now, so that it runs while this rank trains on the current step.
         hear = ask(start_sum, _samples_in(coming))
-        yield DrawnItem(last, own * world_size / num_samples if num_samples else 0.0, own, num_samples)
+        yield PlannedBatch(last, plan_of(own, num_samples, world_size))
 
 
 LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
@@ -381,7 +343,7 @@ def _samples_in(batch: Any) -> int | None:
     return None if batch is _END else count_samples(batch)
 
 
-class TorchCursor(DataCursor[DrawnItem]):
+class TorchCursor(DataCursor):
     """Draws the batches of a source, and counts the samples used in the pass."""
 
     _began_at = 0
@@ -415,7 +377,7 @@ class TorchCursor(DataCursor[DrawnItem]):
         self._before = self.samples_used()[:2]
         self._num_steps_in_pass = self._began_at = 0
 
-    def _begin_pass(self, consumed: int) -> Iterator[DrawnItem]:
+    def _begin_pass(self, consumed: int) -> Iterator[PlannedBatch]:
         self._began_at, self._before = consumed, None
         return iter(self.source.open(self.pass_index, consumed))
 

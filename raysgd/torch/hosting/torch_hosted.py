@@ -320,7 +320,7 @@ class TorchHostedOperator(HostedOperator):
         stack, models, leg = ExitStack(), self.internals.registered.wrapped, self.parallel.sync.leg
         stack.enter_context(with_advice(models, leg if is_divided else None))
         if is_divided and is_distributed and not self.parallel.is_sharded:
-            stack.enter_context(comparing_sizes(lambda: leg.plan.sample_weight != 1.0))
+            stack.enter_context(comparing_sizes(lambda: leg.plan.weight != 1.0))
         return stack
 
     @contextmanager

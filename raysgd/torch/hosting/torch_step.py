@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from raysgd.core.arguments import is_integer
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.connections._origins import with_causes
 from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error
@@ -17,7 +18,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.text.frames import defined_at
 from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.loader_feed import TorchFeed
-from raysgd.torch.data.sources import DrawnItem, LoaderSource
+from raysgd.torch.data.sources import LoaderSource
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar
@@ -30,7 +31,7 @@ from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
-from raysgd.trainer.worker.step_loop import BatchPlan, StepParts, StepRules
+from raysgd.trainer.worker.step_loop import StepParts, StepRules
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +77,10 @@ class TorchParts(StepParts):
         """Check that user code has called `rewrap` if it froze or unfroze parameters, or added parameter groups."""
         self._internals.trained.check(self._operator._freezes_in_batches)
 
-    def open(self, plan: BatchPlan, item: DrawnItem) -> None:
+    def open(self, plan: BatchPlan, batch: Any) -> None:
         leg = self._sync.leg
         if plan.total_samples is None and leg.rules.has_several:
-            plan = plan._replace(total_samples=count_samples(item.batch))
+            plan = plan._replace(total_samples=count_samples(batch))
         leg.begin_batch(plan)
 
     def remember_metrics(self) -> Callable[[], None]:

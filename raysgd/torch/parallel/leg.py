@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES, BatchPlan
 from raysgd.torch.parallel.peer_metrics import Share
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.data.rank_rows import Gather
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules
+from raysgd.trainer.worker.step_loop import StepRules
 
 
 class Leg:
@@ -120,8 +121,8 @@ class Leg:
         if rules.num_shards:
             self.scale = Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
         else:
-            is_even = rules.has_several or plan.sample_weight == 1.0
-            self.scale = UNSCALED if is_even else Scale(gradients=plan.sample_weight)
+            is_even = rules.has_several or plan.weight == 1.0
+            self.scale = UNSCALED if is_even else Scale(gradients=plan.weight)
 
     def _weighs_like(self, plan: BatchPlan) -> bool:
         """Return True if a batch has the same weight in its step as the previous batch.
@@ -131,7 +132,7 @@ class Leg:
         last, of_step = self.plan, self.rules.samples_in_step
         if (plan.sync_gradients, plan.is_padding) != (last.sync_gradients, last.is_padding):
             return False
-        return not self._is_by_samples or (plan.sample_weight, of_step(plan)) == (last.sample_weight, of_step(last))
+        return not self._is_by_samples or (plan.weight, of_step(plan)) == (last.weight, of_step(last))
 
     def _drawn_too_early(self, plan: BatchPlan) -> Exception:
         if self.rules.has_several:
@@ -141,8 +142,8 @@ class Leg:
                 "one; to accumulate yourself, omit the option."
             )
         return RuntimeError(
-            f"A batch with weight {plan.sample_weight:g} was drawn while a batch with weight "
-            f"{self.plan.sample_weight:g} waits for "
+            f"A batch with weight {plan.weight:g} was drawn while a batch with weight "
+            f"{self.plan.weight:g} waits for "
             "its backward pass, so the next loss would get the wrong weight. Draw one batch, train on it, then draw "
             "the next. To skip a batch, call `self.skip_batch()`. To draw ahead, pass `drop_last=True` to the loader."
         )
@@ -265,7 +266,7 @@ class Leg:
         total, own = self.rules.samples_in_step(plan) if weight is None else None, weight
         if own is None:
             total = num_ranks if total is None else total  # it is None before the first and after the last batch
-            own = total / num_ranks * (plan.sample_weight if self.rules.averages else 1.0)
+            own = total / num_ranks * (plan.weight if self.rules.averages else 1.0)
         if self.accumulation is None:
             usual = self.typical_items if total is None else total / num_ranks
             self.accumulation = Accumulation(weight is not None, self.rules.num_batches * usual or 1.0)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.arrays.division import even_counts
 from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.objects import rng
@@ -26,7 +27,6 @@ from raysgd.torch.parallel.ddp_sync import DDPSync
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.scale import Scale
 from raysgd.torch.parallel.sync import GradientSync, Pass
-from raysgd.trainer.worker.step_loop import BatchPlan
 
 
 class LogicalShards:

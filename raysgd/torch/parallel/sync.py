@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.peer_metrics import PeerMetrics
 from raysgd.torch.parallel.record import FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import Items, Scale
 from raysgd.torch.parallel.tensors import multiply, reachable, repeat_first
-from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
+from raysgd.trainer.worker.step_loop import StepRules
 
 Pass = AbstractContextManager[Any]  # wraps a backward pass
 

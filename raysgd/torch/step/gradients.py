@@ -116,7 +116,7 @@ class Gradients(OptimizerSteps):
         if leg.rules.has_several:
             scale = Scale(leg.add_up(own, sync.num_ranks, is_of_criterion=not is_given))
         elif own is None:
-            scale = Scale(leg.plan.sample_weight) if is_second else leg.scale
+            scale = Scale(leg.plan.weight) if is_second else leg.scale
         else:
             items = Items(own, leg.typical_items, sync.num_ranks, sync.start_total(own))
             scale = Scale(items.factor()) if is_second else Scale(items=items)

@@ -488,11 +488,11 @@ class RepeatingLoader(WrappedLoader):
                 joint.note_used(consumed)
                 # Under `torch.no_grad()`, the function evaluates: no steps follow, and ranks need not stay together.
                 if not torch.is_grad_enabled():
-                    if share.num_samples:
+                    if share.plan.num_samples:
                         yield batch
                     self._consumed = consumed
                     continue
-                mark = self._steps.open_batch(place, share.weight, self._has_trained, self._consumed)
+                mark = self._steps.open_batch(place, share.plan.weight, self._has_trained, self._consumed)
                 try:
                     yield batch
                 except GeneratorExit:

@@ -148,7 +148,7 @@ class StreamPart:
         data = replace(data, is_training=not self._has_own_rows)
         self._seed = data.loader.seed or 0
         self._place = _StreamGroup(partial(World, 0, world_size))
-        self._source = StreamSource(data, self._place, self._seed, ArrayCollate(), _as_pair)
+        self._source = StreamSource(data, self._place, self._seed, ArrayCollate())
         self.epoch, self.consumed = 0, 0
         self.is_known = not self._has_own_rows
 
@@ -172,7 +172,7 @@ class StreamPart:
             exact: True to use each row exactly once. Workers may then have different numbers of batches.
         """
         data = replace(self._source.data, is_training=not exact)
-        self._source = StreamSource(data, ranks, self._seed, collate, _as_pair)
+        self._source = StreamSource(data, ranks, self._seed, collate)
         self._has_own_rows = exact and not self.is_known
         if not self._has_own_rows:
             self._source.join(ranks)
@@ -201,10 +201,10 @@ class StreamPart:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of the rest of the epoch, then advance to the next epoch."""
-        for num_steps, (batch, num_rows) in enumerate(self._source.open(self.epoch, self.consumed), 1):
+        for num_steps, (batch, plan, _) in enumerate(self._source.open(self.epoch, self.consumed), 1):
             if not self._has_own_rows:
                 self.consumed = self._source.consumed_after(num_steps)
-            if num_rows or self._source.data.is_training:
+            if plan.num_samples or self._source.data.is_training:
                 yield batch
         self.epoch, self.consumed = self.epoch + 1, 0
 
@@ -221,7 +221,7 @@ class StreamPart:
     def batches_of(self, world: World, consumed: int) -> Iterator[Any]:
         """Iterate over the batches of the rank in `world`, skipping the first `consumed` rows of the epoch."""
         self._source.join(_StreamGroup(lambda: world))
-        return (batch for batch, _ in self._source.open(self.epoch, consumed))
+        return (batch for batch, *_ in self._source.open(self.epoch, consumed))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream after the most recent batch, as plain data that is equal on all workers.
@@ -246,7 +246,3 @@ class StreamPart:
         """
         self._source.load_state(state)
         self.epoch, self.consumed = state["epoch"], state["consumed"]
-
-
-def _as_pair(batch: Any, weight: float, num_rows: int, *place: Any) -> tuple[Any, int]:
-    return batch, num_rows

@@ -1,6 +1,7 @@
 """`StepLoop`: the life of each batch, from its draw to the commit of its step. `StepParts`: the framework's part of it.
 
-What is decided about a batch before user code sees it is its `BatchPlan`, made by one pure generator (`planned`).
+What is decided about a batch before user code sees it is its `BatchPlan`: the source of the data makes it, and the pure
+generator `planned` combines global batches into steps of the optimizer.
 
 A step is committed when the training loop requests the next batch, or ends. From then on, it is never undone, and its
 batches are never repeated.
@@ -11,49 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar
 
+from raysgd.core.arrays.batch_plan import NO_BATCH, BatchPlan
 from raysgd.core.numbers.time_spent import OTHER
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
-from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor, Item
+from raysgd.trainer.worker.data.data_cursor import DataCursor
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
 
 _REDRAW_EVERY_S = 0.1
-
-
-class BatchPlan(NamedTuple):
-    """How one batch of this rank counts, and whether the optimizer steps after it.
-
-    A global batch is the batch of all ranks together. A rank trains on its share as one batch, or splits the share into
-    several micro-batches. A step of the optimizer has one global batch, or several whose gradients are accumulated.
-
-    Attributes:
-        num_samples: Number of this rank's samples; 0 for padding, None if unknown.
-        total_samples: Number of samples in the batches on which all ranks train at the same time; None if unknown. With
-            logical shards (`deterministic=True`), the number of samples in the entire global batch.
-        sample_weight: Factor for this rank's gradient in the mean over the ranks, if the batch is alone in its step.
-        starts_global_batch, ends_global_batch: True if the global batch starts or ends with this batch.
-        starts_step: True if a step of the optimizer starts with this batch.
-        sync_gradients: True if a step of the optimizer ends with this batch.
-        seeds: With logical shards, the seeds for the random numbers in the batch and after the step.
-        is_padding: True if no sample counts: the rank trains on the batch only to take part in the others' collectives.
-    """
-
-    num_samples: int | None = None
-    total_samples: int | None = None
-    sample_weight: float = 1.0
-    starts_global_batch: bool = True
-    ends_global_batch: bool = True
-    starts_step: bool = True
-    sync_gradients: bool = True
-    seeds: tuple[int, int] | None = None
-    is_padding: bool = False
-
-
-BETWEEN_BATCHES = BatchPlan()
-"""For backward passes and steps that belong to no batch, such as those between two calls."""
 
 
 @dataclass(frozen=True)
@@ -96,37 +65,25 @@ class StepRules:
         return plan.total_samples if self.averages or plan.num_samples is None else plan.num_samples
 
 
-class PlannedItem(Item, Protocol):
-    """A batch of a source that knows how it counts."""
-
-    @property
-    def is_last_part(self) -> bool:
-        """True if a global batch ends with this item."""
-
-    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
-        """Return how the item counts. The arguments become attributes of the plan."""
-
-
-ItemT = TypeVar("ItemT", bound=PlannedItem)
-
-
 def planned(
-    drawn: Iterator[tuple[ItemT, bool]], accumulate: int, num_steps: int | None
-) -> Iterator[tuple[ItemT, BatchPlan]]:
-    """Yield each drawn item with its plan. A step ends after `accumulate` global batches, a pass, or the call.
+    drawn: Iterator[tuple[Any, BatchPlan, bool]], accumulate: int, num_steps: int | None
+) -> Iterator[tuple[Any, BatchPlan]]:
+    """Yield each drawn batch with its plan. A step ends after `accumulate` global batches, a pass, or the call.
 
     Args:
-        drawn: Each item, and whether the pass ends with it.
+        drawn: Each batch, its plan as if its global batch was alone in its step, and whether the pass ends with it.
         accumulate: Number of global batches in a step of the optimizer.
-        num_steps: Number of global batches of the call; None to go on as long as items come.
+        num_steps: Number of global batches of the call; None to go on as long as batches come.
     """
     num_started, num_complete, starts_step = 0, 0, True
-    for item, ends_pass in drawn:
-        num_started += item.is_first
-        num_complete += item.is_last_part
-        ends_call = num_started == num_steps and item.is_last_part
-        sync = item.is_last_part and (ends_pass or ends_call or num_complete >= accumulate)
-        yield item, item.plan(starts_step, sync)
+    for batch, plan, ends_pass in drawn:
+        num_started += plan.starts_global_batch
+        num_complete += plan.ends_global_batch
+        ends_call = num_started == num_steps and plan.ends_global_batch
+        sync = plan.ends_global_batch and (ends_pass or ends_call or num_complete >= accumulate)
+        if not (starts_step and sync):
+            plan = plan._replace(starts_step=starts_step, sync_gradients=sync)
+        yield batch, plan
         starts_step, num_complete = sync, 0 if sync else num_complete
         if ends_call:
             return
@@ -168,12 +125,12 @@ class StepParts:
     def begin_pass(self) -> None:
         """Called before the first batch of every call and every pass, to check that training can start."""
 
-    def open(self, plan: BatchPlan, item: Any) -> None:
-        """Prepare for the batch of an item, which is about to be handed out.
+    def open(self, plan: BatchPlan, batch: Any) -> None:
+        """Prepare for a batch, which is about to be handed out.
 
         Args:
             plan: How the batch counts.
-            item: Item of the source, with the batch.
+            batch: The batch.
 
         Raises:
             Exception: A rank was lost, or the batch cannot follow the one before. The step has not started then.
@@ -290,7 +247,7 @@ class StepLoop:
 
     def __init__(
         self,
-        cursor: DataCursor[Any],
+        cursor: DataCursor,
         parts: StepParts,
         num_steps: int | None,
         committed: Callable[[bool], None] = lambda is_last: None,
@@ -304,14 +261,14 @@ class StepLoop:
         """Yield this rank's batches. Requesting the next batch commits the step of the batch before."""
         cursor, parts, num_steps, redraw, due = self.cursor, self.parts, self._num_steps, self._redraw, 0.0
         accumulate = parts.step.rules.accumulate
-        drawn = cursor.items(parts.begin_pass, num_steps is None, accumulate > 1) if num_steps != 0 else iter(())
-        for item, plan in planned(drawn, accumulate, num_steps):
-            parts.open(plan, item)
-            has_batch = item.batch is not NO_BATCH
-            cursor.opened(item, has_batch)
+        drawn = cursor.drawn(parts.begin_pass, num_steps is None, accumulate > 1) if num_steps != 0 else iter(())
+        for batch, plan in planned(drawn, accumulate, num_steps):
+            parts.open(plan, batch)
+            has_batch = batch is not NO_BATCH
+            cursor.opened(plan, has_batch)
             if not has_batch:
                 continue
-            if not (plan.is_padding and parts.takes_padding(item.batch)):
+            if not (plan.is_padding and parts.takes_padding(batch)):
                 if plan.is_padding:
                     self._restore_metrics = parts.remember_metrics()
                 if redraw is not None and time.monotonic() >= due:
@@ -319,7 +276,7 @@ class StepLoop:
                     due = time.monotonic() + _REDRAW_EVERY_S
                 # User code runs the forward pass, the backward pass with its all-reduces, and the step of the
                 # optimizer. What happens is recorded in `parts.step`.
-                yield item.batch
+                yield batch
                 if plan.is_padding:
                     self.leave_padding()
             if plan.sync_gradients:

@@ -52,8 +52,14 @@ def test_no_share_is_a_single_sample_where_another_split_exists(
 def test_above_the_cap_a_share_is_taken_in_several_batches() -> None:
     division = Division(global_size=18, world_size=2, cap=4)
     assert division.num_batches(18) == 3
-    assert [tuple(part) for part in division.parts(18, rank=0)] == [(0, 3, 6), (3, 6, 6), (6, 9, 6)]
-    assert [tuple(part) for part in division.parts(2, rank=0)] == [(0, 2, 2)], "a short global batch fits at once"
+    assert [(part.start, part.stop, part.plan.total_samples) for part in division.parts(18, rank=0)] == [
+        (0, 3, 6),
+        (3, 6, 6),
+        (6, 9, 6),
+    ]
+    assert [(part.start, part.stop, part.plan.total_samples) for part in division.parts(2, rank=0)] == [(0, 2, 2)], (
+        "a short global batch fits at once"
+    )
 
 
 def test_each_sample_is_in_one_batch_in_the_order_of_ranks_which_take_equally_many_and_none_above_the_cap() -> None:
@@ -66,7 +72,7 @@ def test_each_sample_is_in_one_batch_in_the_order_of_ranks_which_take_equally_ma
         assert must_be or 1 not in sizes, (division, num_samples)
         assert {len(of_rank) for of_rank in parts} == {division.num_batches(num_samples)}
         for together in zip(*parts, strict=True):
-            assert {part.num_together for part in together} == {sum(part.stop - part.start for part in together)}
+            assert {part.plan.total_samples for part in together} == {sum(part.stop - part.start for part in together)}
             if division.cap is not None:
                 assert max(part.stop - part.start for part in together) <= division.cap
 
@@ -83,6 +89,7 @@ def test_logical_shards_are_cut_alike_for_any_number_of_workers() -> None:
         world_size = draw.randint(1, 10)
         shards = ShardedGlobalBatch(global_size, world_size, num_shards, cap)
         parts = [shards.parts(num_samples, rank) for rank in range(world_size)]
-        assert [part for of_rank in parts for part in of_rank if part.start < part.stop] == alone
+        bounds = [(part.start, part.stop) for of_rank in parts for part in of_rank if part.start < part.stop]
+        assert bounds == [(part.start, part.stop) for part in alone]
         assert max(len(of_rank) for of_rank in parts) <= shards.num_batches(num_samples)
         assert all(parts), "also a worker without a shard takes part in the exchange"

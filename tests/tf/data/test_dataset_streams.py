@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd.core.arrays.batch_plan import PlannedBatch, plan_of
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.data import IterableStream
 from raysgd.exceptions import StreamError
 from raysgd.tf.data.dataset_streams import (
     OwnSource,
     Passes,
-    StreamItem,
     TFCursor,
     TFDividedSource,
     TFRanks,
@@ -29,7 +29,7 @@ from raysgd.tf.data.dataset_streams import (
     source_of,
 )
 from raysgd.tf.parallel.step import TFStep
-from raysgd.trainer.worker.step_loop import BatchPlan, StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 
 class Parts(StepParts):
@@ -41,9 +41,6 @@ class Parts(StepParts):
     @property
     def step(self) -> TFStep:
         return self._step
-
-    def open(self, plan: BatchPlan, item: StreamItem) -> None:
-        self._step.begin_batch(item.num_samples, item.num_global, item.weights)
 
     def takes_padding(self, batch: Any) -> bool:
         self._take_part(batch)
@@ -92,9 +89,9 @@ def test_a_collate_of_a_stream_that_leaves_rows_out_is_refused(name: str) -> Non
 
 
 class WithPadding:
-    def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        yield StreamItem("real", 2, 3)
-        yield StreamItem("padding", 0, 1)
+    def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
+        yield PlannedBatch("real", plan_of(2, 3))
+        yield PlannedBatch("padding", plan_of(0, 1))
 
 
 def test_a_batch_without_samples_is_not_handed_out() -> None:
@@ -146,7 +143,7 @@ class Batch(list[int]):
 def test_a_rank_that_has_run_out_repeats_its_last_batch_with_nothing_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysgd.tf.objects.datasets.num_samples", len)
     items = list(OwnSource([Batch([1, 2])], Votes(2)).open(0, 0))  # type: ignore[arg-type]
-    assert [(item.batch, item.num_samples) for item in items] == [([1, 2], 2), ([1, 2], 0)]
+    assert [(item.batch, item.plan.num_samples) for item in items] == [([1, 2], 2), ([1, 2], 0)]
 
 
 def test_a_rank_without_any_batch_says_so() -> None:
@@ -176,9 +173,9 @@ def tensors(*sizes: int) -> tuple[Iterator[Any], TFStep]:
     import tensorflow as tf
 
     class Tensors:
-        def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
+        def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
             for size in sizes:
-                yield StreamItem((tf.zeros([size, 1]), tf.zeros([size])), size, 2 * size)
+                yield PlannedBatch((tf.zeros([size, 1]), tf.zeros([size])), plan_of(size, 2 * size))
 
     step = TFStep()
     return StepLoop(TFCursor(Tensors(), lambda: 0), Parts(step), None).batches(), step

@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import pytest
 
+from raysgd.core.arrays.batch_plan import plan_of
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
 from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager, GradientLayout
@@ -149,7 +150,7 @@ def test_the_mean_of_ranks_that_are_alike_is_what_each_has(num_samples: int) -> 
 
     average, exchanges, step = averager()
     for samples in (4, num_samples):
-        step.begin_batch(samples, 2 * samples, (0.0, 0.0))
+        step.begin_batch(plan_of(samples, 2 * samples))
         first, nothing, second = average.average([tf.constant([1.0, -2.0]), None, tf.constant(3.0)], print)
         step.confirm()
     assert nothing is None
@@ -161,7 +162,7 @@ def test_a_single_gradient_is_averaged_outside_of_a_graph_too() -> None:
     import tensorflow as tf
 
     average, _, step = averager()
-    step.begin_batch(4, 8, (0.0, 0.0))
+    step.begin_batch(plan_of(4, 8))
     [mean] = average.average([tf.constant([1.0, -2.0])], print)
     assert mean.numpy().tolist() == [1.0, -2.0]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
+from raysgd.core.arrays.batch_plan import plan_of
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
@@ -38,7 +39,7 @@ class Replica:
 def test_samples_are_those_of_our_loop_or_those_counted_or_one() -> None:
     replica = Replica()
     assert [replica.losses.num_samples_of(counted, print) for counted in (-1, 0, 5)] == [1, 0, 5]
-    replica.step.begin_batch(3, 6, (0.0, 0.0))
+    replica.step.begin_batch(plan_of(3, 6))
     assert replica.losses.num_samples_of(5, print) == 3
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.arrays.division import Division
-from raysgd.torch.data.batch_sampler import PassPlan, Share
+from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchShare, Division
+from raysgd.torch.data.batch_sampler import PassPlan
 
 
 def make_plan(
@@ -20,26 +21,30 @@ def make_plan(
     return PassPlan(num_samples, consumed, of_workers(batch_size, world_size), drop_last=False, pad=pad)
 
 
+def share(start: int, stop: int, num_samples: int, weight: float, total: int) -> BatchShare:
+    return BatchShare(start, stop, BatchPlan(num_samples, total, weight, is_padding=not num_samples))
+
+
 def of_workers(batch_size: int, world_size: int) -> Division:
     return Division(batch_size * world_size, world_size, cap=batch_size)
 
 
-def of_a_step(plan: PassPlan, step: int) -> list[list[Share]]:
+def of_a_step(plan: PassPlan, step: int) -> list[list[BatchShare]]:
     """The batches of each rank."""
     return [steps_of(plan, rank)[step] for rank in range(plan.division.world_size)]
 
 
-def steps_of(plan: PassPlan, rank: int) -> list[list[Share]]:
+def steps_of(plan: PassPlan, rank: int) -> list[list[BatchShare]]:
     """The batches of a rank in each step."""
-    steps: list[list[Share]] = []
+    steps: list[list[BatchShare]] = []
     for start, share in plan.shares(rank):
         share = share._replace(start=start + share.start, stop=start + share.stop)
-        steps += [[]] * share.is_first
+        steps += [[]] * share.plan.starts_global_batch
         steps[-1] = [*steps[-1], share]
     return steps
 
 
-def shares_of(plan: PassPlan, step: int) -> list[Share]:
+def shares_of(plan: PassPlan, step: int) -> list[BatchShare]:
     """Those of all ranks, one each."""
     return [share for [share] in of_a_step(plan, step)]
 
@@ -51,7 +56,7 @@ def used(plan: PassPlan, num_steps: int) -> list[int]:
         for step in range(num_steps)
         for shares in of_a_step(plan, step)
         for share in shares
-        if share.num_samples
+        if share.plan.num_samples
         for position in range(share.start, share.stop)
     ]
 
@@ -79,28 +84,28 @@ def random_division(draw: random.Random) -> Division:
 @pytest.mark.parametrize(
     ("joined", "expected"),
     [
-        (6, [Share(0, 2, 2, 1.0, 6), Share(2, 4, 2, 1.0, 6), Share(4, 6, 2, 1.0, 6)]),
-        (5, [Share(0, 2, 2, 6 / 5, 5), Share(2, 4, 2, 6 / 5, 5), Share(4, 5, 1, 3 / 5, 5)]),
-        (4, [Share(0, 2, 2, 6 / 4, 4), Share(2, 4, 2, 6 / 4, 4), Share(0, 2, 0, 0.0, 4)]),
-        (3, [Share(0, 1, 1, 1.0, 3), Share(1, 2, 1, 1.0, 3), Share(2, 3, 1, 1.0, 3)]),
-        (2, [Share(0, 2, 2, 3.0, 2), Share(0, 2, 0, 0.0, 2), Share(0, 2, 0, 0.0, 2)]),
-        (1, [Share(0, 1, 1, 3.0, 1), Share(0, 1, 0, 0.0, 1), Share(0, 1, 0, 0.0, 1)]),
+        (6, [share(0, 2, 2, 1.0, 6), share(2, 4, 2, 1.0, 6), share(4, 6, 2, 1.0, 6)]),
+        (5, [share(0, 2, 2, 6 / 5, 5), share(2, 4, 2, 6 / 5, 5), share(4, 5, 1, 3 / 5, 5)]),
+        (4, [share(0, 2, 2, 6 / 4, 4), share(2, 4, 2, 6 / 4, 4), share(0, 2, 0, 0.0, 4)]),
+        (3, [share(0, 1, 1, 1.0, 3), share(1, 2, 1, 1.0, 3), share(2, 3, 1, 1.0, 3)]),
+        (2, [share(0, 2, 2, 3.0, 2), share(0, 2, 0, 0.0, 2), share(0, 2, 0, 0.0, 2)]),
+        (1, [share(0, 1, 1, 3.0, 1), share(0, 1, 0, 0.0, 1), share(0, 1, 0, 0.0, 1)]),
     ],
 )
-def test_a_step_is_divided_contiguously_with_the_larger_shares_first(joined: int, expected: list[Share]) -> None:
+def test_a_step_is_divided_contiguously_with_the_larger_shares_first(joined: int, expected: list[BatchShare]) -> None:
     assert shares_of(make_plan(joined, world_size=3), step=0) == expected
 
 
 def test_without_padding_a_rank_without_samples_has_no_batch() -> None:
     plan = make_plan(7, world_size=3, pad=False)
     assert plan.num_steps == 2
-    assert shares_of(plan, 1) == [Share(6, 7, 1, 3.0, 1), *[Share(6, 6, 0, 0.0, 1)] * 2]
+    assert shares_of(plan, 1) == [share(6, 7, 1, 3.0, 1), *[share(6, 6, 0, 0.0, 1)] * 2]
     assert [plan.num_batches(rank) for rank in range(3)] == [2, 1, 1]
 
 
 def test_padding_is_never_larger_than_a_batch() -> None:
     plan = make_plan(3, batch_size=1, world_size=4)
-    assert list(plan.shares(rank=3)) == [(0, Share(0, 1, 0, 0.0, 3))]
+    assert list(plan.shares(rank=3)) == [(0, share(0, 1, 0, 0.0, 3))]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def test_positions_outside_the_plan_and_batches_of_unknown_ranks_are_refused() -
 
 def test_a_step_says_where_it_begins_and_ends() -> None:
     plan = PassPlan(20, 0, Division(12, 2, cap=2), drop_last=False, pad=True)
-    assert [(share.is_first, share.is_last) for _, share in plan.shares(0)] == [
+    assert [(share.plan.starts_global_batch, share.plan.ends_global_batch) for _, share in plan.shares(0)] == [
         (True, False), (False, False), (False, True), (True, False), (False, True),
     ]  # fmt: skip
 
@@ -154,9 +159,9 @@ def test_weights_average_to_one_and_are_exactly_one_for_equal_shares_and_only_fo
     for plan in random_plans(400, seed=3):
         for step in range(plan.num_steps):
             for together in zip(*of_a_step(plan, step), strict=True):
-                weights = [share.weight for share in together]
+                weights = [share.plan.weight for share in together]
                 assert sum(weights) / plan.division.world_size == pytest.approx(1.0)
-                if len({share.num_samples for share in together}) == 1:
+                if len({share.plan.num_samples for share in together}) == 1:
                     assert weights == [1.0] * plan.division.world_size
                 else:
                     num_uneven += 1
@@ -170,7 +175,7 @@ def test_padding_repeats_samples_of_its_own_step() -> None:
         for step in range(plan.num_steps):
             start = plan.consumed + step * plan.division.global_size
             joined = range(start, min(start + plan.division.global_size, plan.num_samples))
-            padding = [share for shares in of_a_step(plan, step) for share in shares if not share.num_samples]
+            padding = [share for shares in of_a_step(plan, step) for share in shares if not share.plan.num_samples]
             num_padded += len(padding)
             for share in padding:
                 assert joined.start <= share.start < share.stop <= joined.stop
@@ -204,8 +209,8 @@ def test_any_sequence_of_groups_sees_global_batches_of_given_sizes() -> None:
             assert plan.num_steps == len(bounds) - 1 - bounds.index(consumed)
             num_steps = draw.randint(0, plan.num_steps)
             for step in range(num_steps):
-                joint = [share for shares in of_a_step(plan, step) for share in shares if share.num_samples]
-                assert sum(share.num_samples for share in joint) == sizes[len(seen)]
+                joint = [share for shares in of_a_step(plan, step) for share in shares if share.plan.num_samples]
+                assert sum(share.plan.num_samples for share in joint) == sizes[len(seen)]
                 assert sorted(p for share in joint for p in range(share.start, share.stop)) == list(
                     range(plan.consumed_after(step), plan.consumed_after(step + 1))
                 )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.connections.torch import end_process_group
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sample_order import length_of
@@ -25,7 +26,7 @@ from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.trainer.worker.step_loop import BatchPlan, StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 SEED = 7
 
@@ -238,16 +239,16 @@ def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> 
 
 def test_each_batch_comes_with_its_share_of_the_step() -> None:
     stream = TorchCursor(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), Passes())
-    shares = [(_bare(batch), plan.sample_weight, plan.num_samples) for batch, plan in planned(stream)]
+    shares = [(_bare(batch), plan.weight, plan.num_samples) for batch, plan in planned(stream)]
     assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
     second = TorchCursor(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), Passes())
-    shares = [(_bare(batch), plan.sample_weight, plan.num_samples) for batch, plan in planned(second)]
+    shares = [(_bare(batch), plan.weight, plan.num_samples) for batch, plan in planned(second)]
     assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
 
 
 def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
     stream = TorchCursor(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), Passes())
-    assert [(plan.sample_weight, plan.is_padding) for _, plan in planned(stream)] == [(1.0, False), (0.0, True)]
+    assert [(plan.weight, plan.is_padding) for _, plan in planned(stream)] == [(1.0, False), (0.0, True)]
 
 
 def test_a_batch_counts_by_the_samples_that_were_drawn_whatever_a_collator_returns() -> None:

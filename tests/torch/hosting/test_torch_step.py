@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES
 from raysgd.core.engine.shared.types import World
 from raysgd.operators import GANOperator
 from raysgd.torch.data.loader_feed import TorchFeed
@@ -20,7 +21,6 @@ from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.step.steps import OptimizerSteps
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 WORLD = World(0, 2)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.tensors import unwrap
-from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -37,7 +37,7 @@ def test_a_frozen_model_is_not_wrapped() -> None:
 
 def test_a_single_replica_is_left_as_it_is() -> None:
     parallel, model = Strategy(), a_model()
-    parallel.sync.leg.begin_batch(BatchPlan(sample_weight=0.5))
+    parallel.sync.leg.begin_batch(BatchPlan(weight=0.5))
     assert parallel.wrap(model, None, {}) is model
     parallel.attach([model])
     parallel.sync.begin_leg([model], may_run_backward=True)
@@ -127,7 +127,7 @@ def test_in_a_new_group_gradients_are_weighted_as_before() -> None:
     parallel.attach([model])
     for _ in range(2):
         reformed(parallel)
-        parallel.sync.leg.begin_batch(BatchPlan(sample_weight=0.25))
+        parallel.sync.leg.begin_batch(BatchPlan(weight=0.25))
         assert gradient(parallel, model) == [0.25, 0.25]
         assert model._comm_hooks
 
@@ -141,7 +141,7 @@ def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
 
 def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:
     """For each parameter whether its gradient went out weighted, as those do that are averaged, and no other."""
-    parallel.sync.leg.begin_batch(BatchPlan(sample_weight=0.0))
+    parallel.sync.leg.begin_batch(BatchPlan(weight=0.0))
     for _ in range(2):  # an exchange that is not complete is found out in the next step
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()

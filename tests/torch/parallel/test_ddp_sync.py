@@ -17,13 +17,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.time_spent import EXCHANGE, USEFUL
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_sync import COMM_HOOK
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.step_loop import BatchPlan
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")

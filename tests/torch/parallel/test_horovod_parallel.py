@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.connections.horovod import HorovodConnection, import_horovod
 from raysgd.core.engine.shared.types import World
 from raysgd.core.reading.strict_reading import NotPlainError
@@ -21,7 +22,7 @@ from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
 from raysgd.torch.parallel.leg import Leg
-from raysgd.trainer.worker.step_loop import BatchPlan, StepRules
+from raysgd.trainer.worker.step_loop import StepRules
 from tests.helpers.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal
 
@@ -291,7 +292,7 @@ def test_a_gradient_is_weighted_on_its_way_out(parallel: HorovodParallel) -> Non
     gradient = torch.ones(3)
     assert parallel.sync.compress(gradient)[0] is gradient
     assert parallel.sync.decompress(gradient, None) is gradient
-    parallel.sync.leg.begin_batch(BatchPlan(sample_weight=0.5))
+    parallel.sync.leg.begin_batch(BatchPlan(weight=0.5))
     assert parallel.sync.compress(gradient)[0].tolist() == [0.5] * 3
     parallel.sync.leg = Leg(StepRules(accumulate=2))
     assert parallel.sync.compress(gradient)[0] is gradient, "its loss was multiplied"

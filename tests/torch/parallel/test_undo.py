@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from raysgd.callbacks.averages import EMA
+from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES
 from raysgd.core.numbers.time_spent import START_UP, UNDO
 from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import tensor_copies
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 
 
 class Steps:

@@ -47,7 +47,7 @@ def parts(batches: GlobalBatches, size: int, first: int = 0) -> list[list[list[i
 def weights_of(batches: GlobalBatches | GlobalStream, size: int, first: int = 0) -> list[list[float]]:
     """How much each rank's part of each global batch counts."""
     plans = [batches.open(first * batches.size, World(rank, size)) for rank in range(size)]
-    return [[share.weight for _, share in plan.shares(rank)] for rank, plan in enumerate(plans)]
+    return [[share.plan.weight for _, share in plan.shares(rank)] for rank, plan in enumerate(plans)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from raysgd.torch.data.sources import DrawnItem
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, BatchPlan, StepRules, planned
+from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES, BatchPlan, plan_of
+from raysgd.trainer.worker.step_loop import StepRules, planned
 
 
-def items(num_parts: Sequence[int]) -> list[tuple[DrawnItem, bool]]:
+def drawn(num_parts: Sequence[int]) -> list[tuple[None, BatchPlan, bool]]:
     """Return the micro-batches of global batches, the last of which ends a pass."""
-    found = [DrawnItem(None, 1.0, 2, 4, part == 0, part == num - 1) for num in num_parts for part in range(num)]
-    return [(item, number == len(found)) for number, item in enumerate(found, start=1)]
+    found = [plan_of(2, 4, 2, part == 0, part == num - 1) for num in num_parts for part in range(num)]
+    return [(None, plan, number == len(found)) for number, plan in enumerate(found, start=1)]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def items(num_parts: Sequence[int]) -> list[tuple[DrawnItem, bool]]:
 def test_a_step_ends_after_its_global_batches_and_where_a_pass_or_a_call_ends(
     num_parts: list[int], accumulate: int, num_steps: int | None, steps: list[str]
 ) -> None:
-    plans = [plan for _, plan in planned(iter(items(num_parts)), accumulate, num_steps)]
+    plans = [plan for _, plan in planned(iter(drawn(num_parts)), accumulate, num_steps)]
     expected = [(index == 0, each == "1") for step in steps for index, each in enumerate(step)]
     assert [(plan.starts_step, plan.sync_gradients) for plan in plans] == expected
 
@@ -44,4 +44,6 @@ def test_a_batch_counts_in_its_step_by_what_the_ranks_know() -> None:
     assert StepRules(accumulate=2).samples_in_step(plan) == 3
     assert StepRules(accumulate=2).samples_in_step(plan._replace(num_samples=None)) == 8
     assert not BETWEEN_BATCHES.is_padding
-    assert [DrawnItem(None, 1.0, num, 4).plan(True, True).is_padding for num in (0, 2, None)] == [True, False, False]
+    assert [(plan.is_padding, plan.weight) for plan in (plan_of(0, 4, 2), plan_of(2, 4, 2), plan_of(0, 0, 2))] == [
+        (True, 0.0), (False, 1.0), (True, 0.0),
+    ]  # fmt: skip

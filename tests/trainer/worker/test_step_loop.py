@@ -12,31 +12,17 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES, NO_BATCH, BatchPlan, PlannedBatch
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.data.data_cursor import NO_BATCH, DataCursor
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES, Batches, BatchPlan, StepLoop, StepParts, StepRules
+from raysgd.trainer.worker.data.data_cursor import DataCursor
+from raysgd.trainer.worker.step_loop import Batches, StepLoop, StepParts, StepRules
 
 
-class Item(int):
+def step(batch: Any, ends_pass: bool | None = None) -> PlannedBatch:
     """A number that is a step; a negative one is padding."""
-
-    is_first = is_last_part = True
-    is_last_of_pass: bool | None = None
-
-    @property
-    def batch(self) -> Any:
-        return int(self)
-
-    def plan(self, starts_step: bool, sync_gradients: bool) -> BatchPlan:
-        return BatchPlan(is_padding=self < 0)
-
-
-class NoItem(Item):
-    """A step in which this rank has no samples."""
-
-    batch = NO_BATCH
+    return PlannedBatch(batch, BatchPlan(is_padding=batch is not NO_BATCH and batch < 0), ends_pass)
 
 
 class Parts(StepParts):
@@ -50,20 +36,20 @@ class Parts(StepParts):
         if remember is not None:
             self.remember_metrics = remember  # type: ignore[method-assign]
 
-    def open(self, plan: BatchPlan, item: Any) -> None:
+    def open(self, plan: BatchPlan, batch: Any) -> None:
         self._step.plan = plan
 
     def commit(self, has_step: bool = False) -> None:
         self.log.append(f"committed {has_step}")
 
 
-class Numbers(DataCursor[Any]):
+class Numbers(DataCursor):
     """Batches out of a list; the position is the number of batches."""
 
     completed = 0
 
     def _begin_pass(self, consumed: int) -> Iterator[Any]:
-        return iter([NoItem() if each is NO_BATCH else Item(each) for each in self.source[consumed:]])
+        return map(step, self.source[consumed:])
 
 
 class Counter:
@@ -121,8 +107,8 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
         looks_ahead = True
 
         def _begin_pass(self, consumed: int) -> Iterator[Any]:
-            yield Item(1)
-            yield Item(2)
+            yield step(1)
+            yield step(2)
             raise OSError("no file")
 
     cursor = Flaky([], lambda: 0)
@@ -136,15 +122,12 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
 
 def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> None:
     class Broken(Parts):
-        def open(self, plan: BatchPlan, item: Any) -> None:
+        def open(self, plan: BatchPlan, batch: Any) -> None:
             raise ConnectionError("noticed ahead of the batch")
-
-    class Single(Item):
-        is_last_of_pass = True
 
     class One(Numbers):
         def _begin_pass(self, consumed: int) -> Iterator[Any]:
-            return iter([Single(1)])
+            return iter([step(1, True)])
 
     cursor = One([], lambda: 0)
     with pytest.raises(ConnectionError):
