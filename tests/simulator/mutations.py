@@ -632,10 +632,10 @@ MUTATIONS = (
     Mutation(
         "a validation whose spare is gone is not run again", ElasticController, "run_on_spare", _is_run_once, (11,)
     ),
-    Mutation("a batch that broke off is not undone", TorchParts, "rollback", nothing, (92,)),
+    Mutation("a batch that broke off is not undone", TorchParts, "restore", nothing, (92,)),
     Mutation("a batch counts as undone that was not copied", Undo, "can_restore", always(True), (501,)),
-    Mutation("weights are not put back", TensorCopies, "put_back", nothing, (92,)),
-    Mutation("what optimizers know is not put back", ObjectCopies, "put_back", nothing, (92,)),
+    Mutation("weights are not put back", TensorCopies, "restore", nothing, (92,)),
+    Mutation("what optimizers know is not put back", ObjectCopies, "restore", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", TorchParts, "commit", nothing, (52,)),
     Mutation("a call that was not begun is answered by the one before", SimReplica, "walk", _begins_late, (157,)),
     Mutation("any call that a rank remembers is the one that goes on", epoch_run, "run_of", _any_run, (1513,)),

@@ -118,13 +118,13 @@ class Run:
     """One training call on one replica.
 
     Attributes:
-        call: Which call of the user's program it is.
+        call_number: Which call of the user's program it is.
         requested: How many steps it is to take; None for the rest of the pass.
         hold_at: After how many steps all ranks stop, as was planned.
         rows: What all ranks have told of what they measured.
     """
 
-    call: int
+    call_number: int
     requested: int | None
     rows: RankRows
     steps: int = 0
@@ -143,7 +143,14 @@ class Run:
         rows = self.rows
         told = rows.as_of(self.steps)
         return Progress(
-            self.steps, self.call, self.requested, self.measured, rows.name, told, dict(rows.lost), self.is_finished
+            self.steps,
+            self.call_number,
+            self.requested,
+            self.measured,
+            rows.name,
+            told,
+            dict(rows.lost),
+            self.is_finished,
         )
 
 
@@ -413,7 +420,7 @@ class SimReplica:
         """Goes on with a pass whose call was left, to its end."""
         self.copies.forget_call()
         if self.run is not None and not self.run.is_finished and self.run.steps == left.steps:
-            self.run = replace(self.run, call=call, hold_at=None)
+            self.run = replace(self.run, call_number=call, hold_at=None)
             return (yield from self._go_through(self.run))
         first = Progress(
             left.steps, call, None, (), "", {}, {str(number): each for number, each in enumerate(left.lost)}

@@ -70,11 +70,11 @@ class TornBatch:
 
     def begin(self) -> None:
         """A batch begins."""
-        self._parts.step.begin_batch(BETWEEN_BATCHES)
+        self._parts.leg.begin_batch(BETWEEN_BATCHES)
 
     def step(self, number: int) -> None:
         """The gradients of an optimizer were exchanged; it steps."""
-        self._parts.step.note_all_reduce()
+        self._parts.leg.note_all_reduce()
         [weight] = self._optimizers[number].param_groups[0]["params"]
         weight.grad = torch.ones(1)
         self._optimizers[number].step()
@@ -88,12 +88,12 @@ class TornBatch:
 
     def leave_group(self) -> None:
         if self._parts.is_whole:
-            self._parts.rollback()
+            self._parts.restore()
 
     def break_off(self, num_steps: int) -> None:
         """The user's code raised on the only rank: a batch is undone, or stays as it is if it cannot be."""
-        if self._parts.can_go_back(ValueError(), True):
-            self._parts.rollback()
+        if self._parts.can_restore(ValueError(), True):
+            self._parts.restore()
         else:
             self.restore(num_steps)
 

@@ -142,7 +142,7 @@ class Files:
         """Train after a file was accepted."""
         self.trainer.train(num_steps=NUM_STEPS)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Undo what a file has changed in the trainer."""
         self.trainer.load(self.folder / "real")
 
@@ -313,7 +313,7 @@ def main(kind: str, num_files: int, first_seed: int) -> None:
         else:
             taken += 1
             files.train()
-            files.put_back()
+            files.restore()
         signal.alarm(0)
     print(json.dumps({"taken": taken, "refused": dict(refused)}))
     sys.stdout.flush()

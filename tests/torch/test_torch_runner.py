@@ -588,7 +588,7 @@ def broken_off(runner: TorchRunner, in_step: int, num_steps: int | None = None) 
 
 
 def resume(runner: TorchRunner, num_steps: int | None = None, call: int = 0) -> EpochAnswer:
-    answer = runner.resume_epoch(EpochRequest(num_steps, {}, False, seed=0, call=call))
+    answer = runner.resume_epoch(EpochRequest(num_steps, {}, False, seed=0, call_number=call))
     assert isinstance(answer, EpochAnswer)
     return answer
 
@@ -674,29 +674,29 @@ def _fails_to_begin(runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, **requ
         patch.setattr(DividedLoaderSource, "join", join)
         patch.setattr(PlainSource, "join", join)
         with pytest.raises(torch.distributed.DistNetworkError):
-            train(runner, call=2, **request)
+            train(runner, call_number=2, **request)
 
 
 def test_a_call_that_failed_before_it_began_is_begun_and_not_answered_by_the_one_before(
     process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = survivor()
-    train(runner, call=1)
+    train(runner, call_number=1)
     num_seen = len(samples(runner))
     _fails_to_begin(runner, monkeypatch)
     assert runner.replica_progress().progress == 0
     runner.regroup(ALONE, StateHandover())
     answer = resume(runner, call=2)
-    assert (answer.call, answer.epoch_idx, answer.num_steps, runner.epoch) == (2, 1, 10, 2)
+    assert (answer.call_number, answer.epoch_idx, answer.num_steps, runner.epoch) == (2, 1, 10, 2)
     assert samples(runner)[num_seen:] == list(range(20))
 
 
 def test_a_rank_that_a_call_never_reached_begins_it(process_group: None) -> None:
     runner = survivor()
-    train(runner, call=1)
+    train(runner, call_number=1)
     runner.regroup(ALONE, StateHandover())
     answer = resume(runner, call=2)
-    assert (answer.call, answer.epoch_idx, answer.num_steps) == (2, 1, 10)
+    assert (answer.call_number, answer.epoch_idx, answer.num_steps) == (2, 1, 10)
 
 
 def test_a_pass_over_data_of_a_call_is_counted_once_however_often_it_fails_to_begin(
@@ -704,10 +704,10 @@ def test_a_pass_over_data_of_a_call_is_counted_once_however_often_it_fails_to_be
 ) -> None:
     runner = make_runner()
     shard = [(torch.zeros(1, 3), torch.tensor([number]), torch.zeros(1, 1)) for number in range(3)]
-    train(runner, call=1)
+    train(runner, call_number=1)
     for _ in range(2):
         _fails_to_begin(runner, monkeypatch, shard=shard)
-    answer = train(runner, call=2, shard=shard)
+    answer = train(runner, call_number=2, shard=shard)
     assert (answer.epoch_idx, answer.num_steps, runner.epoch) == (1, 3, 2)
 
 

@@ -73,7 +73,7 @@ class TFFeed(feed.DataFeed):
     def _registered_stream(self) -> StreamData | None:
         return self._operator_of()._raysgd.data.streams.get("train")
 
-    def _stream_over(self, source: TFSource, begin_pass: Callable[[], int]) -> TFCursor:
+    def _cursor_over(self, source: TFSource, begin_pass: Callable[[], int]) -> TFCursor:
         return TFCursor(source, begin_pass)
 
     @property
@@ -182,7 +182,7 @@ class TFFeed(feed.DataFeed):
         return None
 
     def samples_used(self) -> SamplesUsed | None:
-        stream = self.train_stream
+        stream = self.train_cursor
         used: SamplesUsed | None = stream.samples_used() if stream is not None else None
         return used
 
@@ -209,7 +209,7 @@ class FitFeed(TFFeed):
 
     def break_off(self) -> None:
         self.fit.break_off()
-        self._synchronizer.undo.put_back()
+        self._synchronizer.undo.restore()
 
     def progress_text(self) -> str:
         place = self.fit.state()

@@ -349,9 +349,9 @@ class KerasParts(StepParts):
                 therefore unknown which all-reduces a step has.
         """
         operator, synchronizer = self._operator, self._synchronizer
-        if self._step is not synchronizer.step:  # a validation just leaves the batch out
+        if self._leg is not synchronizer.step:  # a validation just leaves the batch out
             return True
-        if not self._step.usual and not is_stock(operator, "train_batch", of=TrainingOperator):
+        if not self._leg.usual and not is_stock(operator, "train_batch", of=TrainingOperator):
             raise IncompatibleModelError(
                 f"The first step of this process has no sample for worker {operator.world_rank}, so it is unknown "
                 "which steps your `train_batch` takes: make the batches larger."
@@ -372,7 +372,7 @@ class KerasParts(StepParts):
     def commit(self, has_step: bool = False) -> None:
         self._num_exchanges = self._synchronizer.exchanges.num_completed
         if has_step:
-            self._step.confirm()
+            self._leg.confirm()
 
     def begin_call(self) -> None:
         self._synchronizer.exchanges.forget_call()

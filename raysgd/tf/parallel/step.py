@@ -50,7 +50,7 @@ class TFStep:
         if not self._waiting:
             self.num_samples = None
 
-    def end_stream(self) -> None:
+    def end_data(self) -> None:
         """Do nothing. Called when a training call has no more batches."""
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""`TorchFeed`: opens one worker's data loaders as streams of batches, for calls to `train` and `validate`."""
+"""`TorchFeed`: opens one worker's data loaders as cursors, for calls to `train` and `validate`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchFeed(DataFeed):
-    """Opens streams of batches over the loaders that the operator registered, or over data that the user passes.
+    """Opens cursors over the loaders that the operator registered, or over data that the user passes.
 
     The user may pass data for one call to `train` or `validate` as the call's argument `dataset`.
 
@@ -73,7 +73,7 @@ class TorchFeed(DataFeed):
         data = self._data_of("train")
         return data if isinstance(data, StreamData) else None
 
-    def _stream_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchCursor:
+    def _cursor_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchCursor:
         return TorchCursor(source, begin_pass)
 
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
@@ -151,17 +151,17 @@ class TorchFeed(DataFeed):
                 data.sampler.rule = self.rule
                 data.sampler.reshape(rank, size, batch_size if data.sampler.batch_size == instead_of else None)
 
-    def is_divided(self, stream: Any) -> bool:
-        if stream is not None and stream is self._of_call[1]:
-            return self.obstacle_of_call(stream) is None
-        return super().is_divided(stream)
+    def is_divided(self, cursor: Any) -> bool:
+        if cursor is not None and cursor is self._of_call[1]:
+            return self.obstacle_of_call(cursor) is None
+        return super().is_divided(cursor)
 
-    def obstacle_of_call(self, stream: Any) -> str | None:
-        if stream is not self._of_call[1] or stream is None:
+    def obstacle_of_call(self, cursor: Any) -> str | None:
+        if cursor is not self._of_call[1] or cursor is None:
             return None
-        if not has_divided_source(stream):
+        if not has_divided_source(cursor):
             return "the data of this call are not sharded by the library"
-        source = stream.source
+        source = cursor.source
         if isinstance(source, DividedLoaderSource) and not source.is_repeatable:
             name = source.order.name
             return f"the order of the data of this call comes from {name}, which draws a new order each time"
@@ -174,12 +174,12 @@ class TorchFeed(DataFeed):
         return None
 
     def samples_used(self) -> SamplesUsed | None:
-        stream = self.train_stream
-        if not has_divided_source(stream):
+        cursor = self.train_cursor
+        if not has_divided_source(cursor):
             return None
-        due, used, in_flight = stream.samples_used()
-        source = stream.source
-        return SamplesUsed(stream.pass_index, due, used, in_flight, left_out=source.left_out)
+        due, used, in_flight = cursor.samples_used()
+        source = cursor.source
+        return SamplesUsed(cursor.pass_index, due, used, in_flight, left_out=source.left_out)
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:

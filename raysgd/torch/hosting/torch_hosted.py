@@ -198,8 +198,8 @@ class TorchHostedOperator(HostedOperator):
                 "config. Override `config_changed(self, config, changed)`: call `super().config_changed(config, "
                 f"changed)`, and set `group[{names[0]!r}]` in `self.optimizer.param_groups`."
             )
-        put_back = hyperparameters.remember(internals.registered.optimizers, internals.registered.schedulers)
-        with OnFailure(put_back), OnFailure(partial(setattr, internals, "chosen", chosen)):
+        restore = hyperparameters.remember(internals.registered.optimizers, internals.registered.schedulers)
+        with OnFailure(restore), OnFailure(partial(setattr, internals, "chosen", chosen)):
             super().change_config(settings)
         return sorted(changed.keys() - ({"lr"} if internals.follows_rate else set())) if follows_rate_only else []
 
@@ -293,7 +293,7 @@ class TorchHostedOperator(HostedOperator):
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             parts.undo.open_call(can_continue and is_divided)
-            with leg.recorder.of_call(), self._in_shares(run, source), noting:
+            with leg.flight_recorder.of_call(), self._in_shares(run, source), noting:
                 yield
             leg.items.check_counted()
         finally:

@@ -45,7 +45,7 @@ _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 class TorchParts(StepParts):
     """PyTorch's part of the steps of one operator. What happens in a step is in the `record` of its `Leg`.
 
-    Before a step is committed, the operator's `global_step` already includes it, but `rollback` can still undo it.
+    Before a step is committed, the operator's `global_step` already includes it, but `restore` can still undo it.
 
     Args:
         operator: Operator that trains.
@@ -70,7 +70,7 @@ class TorchParts(StepParts):
         self.so_far = SoFar()
 
     @property
-    def step(self) -> Leg:
+    def leg(self) -> Leg:
         return self._sync.leg
 
     def begin_pass(self) -> None:
@@ -87,13 +87,13 @@ class TorchParts(StepParts):
         return metric_objects.remember(self._operator, self._internals.registered)
 
     def _is_lost(self, error: BaseException) -> bool:
-        return self.step.record.error is not None or is_connection_error(error)
+        return self.leg.record.error is not None or is_connection_error(error)
 
     def may_be_parted(self, error: BaseException) -> bool:
         return self._is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
 
-    def can_go_back(self, error: BaseException, is_alone: bool) -> bool:
-        record = self.step.record
+    def can_restore(self, error: BaseException, is_alone: bool) -> bool:
+        record = self.leg.record
         can_restore = (record.saved is not None and record.saved.is_whole) or not record.stepped
         return can_restore and (is_alone or not self._is_lost(error))
 
@@ -102,7 +102,7 @@ class TorchParts(StepParts):
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
         # If the ranks are apart, the call is repeated from the snapshot. If the driver then finds that the weights
         # differ, it raises.
-        return not self.so_far.ranks_are_apart and self.undo.can_restore(self.step.record)
+        return not self.so_far.ranks_are_apart and self.undo.can_restore(self.leg.record)
 
     def commit(self, has_step: bool = False) -> None:
         record, undo, self._global_step = self._sync.leg.commit(has_step), self.undo, self._operator.global_step
@@ -117,16 +117,16 @@ class TorchParts(StepParts):
         self.so_far = SoFar(self.so_far.has_averaged)
         self._global_step = self._operator.global_step
         self.undo.note_restored()
-        self.step.commit()
+        self.leg.commit()
 
-    def rollback(self) -> None:
+    def restore(self) -> None:
         self._operator.global_step = self._global_step
-        self.undo.restore(self.step.record)
-        self.step.commit()
+        self.undo.restore(self.leg.record)
+        self.leg.commit()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet."""
-        return self.undo.waiting_parameters(self.step.record)
+        return self.undo.waiting_parameters(self.leg.record)
 
     def plain(self, value: Any) -> Any:
         """Convert a tensor without dimensions to a number, and move any other tensor to the CPU."""
@@ -139,7 +139,7 @@ class TorchParts(StepParts):
 
     @property
     def joint_work(self) -> JointWork | None:
-        return self.step.recorder.work
+        return self.leg.flight_recorder.work
 
     # ---------------------------------------------------------------------------------------- the steps of a call
 

@@ -240,12 +240,12 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
     is_manual = not module.automatic_optimization
     own = {name: value for name, value in vars(module).items() if name == "forward"}
 
-    def put_back() -> None:
+    def restore() -> None:
         vars(module).pop("forward", None)
         vars(module).update(own)
 
     def in_place_of_forward(_: int) -> torch.Tensor | None:
-        put_back()  # the training step may call the module's own `forward`
+        restore()  # the training step may call the module's own `forward`
         loss = run()
         if is_manual:
             wrapper.require_backward_grad_sync = False  # `manual_backward` has already prepared each backward pass
@@ -257,7 +257,7 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
     try:
         loss: torch.Tensor | None = wrapper(0)
     finally:
-        put_back()
+        restore()
         if is_manual:
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
     return loss

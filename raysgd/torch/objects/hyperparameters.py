@@ -138,13 +138,13 @@ def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[
     numbers = [_plain(group) for group in groups]
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
 
-    def put_back() -> None:
+    def restore() -> None:
         for group, before in zip(groups, numbers, strict=True):
             group.update(before)
         for scheduler, state in zip(schedulers, states, strict=True):
             scheduler.load_state_dict(state)
 
-    return put_back
+    return restore
 
 
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

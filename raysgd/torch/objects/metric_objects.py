@@ -100,12 +100,12 @@ def set_aside(*holders: Any) -> Iterator[None]:
     Args:
         holders: Objects whose attributes contain the metrics.
     """
-    put_back = remember_all(_held_by_any(holders), also_reset=True)
+    restore = remember_all(_held_by_any(holders), also_reset=True)
     reset(*holders)
     try:
         yield
     finally:
-        put_back()
+        restore()
 
 
 def remember_all(metrics: Iterable[Metric], also_reset: bool = False) -> Callable[[], None]:

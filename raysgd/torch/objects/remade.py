@@ -77,7 +77,7 @@ class _Parameter:
             self.original = self.parameter.detach().cpu().clone()
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Set the parameter to its original values, if there is a copy of them."""
         if self.original is not None:
             self.parameter.copy_(self.original)
@@ -298,7 +298,7 @@ class RemadeParameters:
         """
         made = self._made[index]
         for name in {*left_out} - self._left_out[index]:
-            made[name].put_back()
+            made[name].restore()
         self._left_out[index] = {name for name in left_out if not made[name].parameter.requires_grad}
         self._update()
 

@@ -57,8 +57,8 @@ class BatchMetrics(Internals):
     def begin_metrics(self) -> None:
         if self.logged:
             set_apart(self)
-        if self.step is not None and self.step.batch.items:
-            self.step.batch.forget_items()
+        if self.leg is not None and self.leg.batch.items:
+            self.leg.batch.forget_items()
         self.evaluated = []
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
@@ -90,9 +90,9 @@ class BatchMetrics(Internals):
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
-            if len(self.step.batch.items) != 1 or self.logged:
+            if len(self.leg.batch.items) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.step.items.expect_weight()  # unless the loss is the criterion's return value
+            self.leg.items.expect_weight()  # unless the loss is the criterion's return value
         size = {NUM_SAMPLES: num_samples}
         return size if weight is None else {**size, BATCH_WEIGHT: weight}
 
@@ -106,10 +106,10 @@ class BatchMetrics(Internals):
         Outside a call, or if the operator overrides `train_epoch` or `train_batch`, return the metrics unchanged. An
         override may change the metrics before `end_batch` adds them.
         """
-        if not self._reports_ahead or self.step is None:
+        if not self._reports_ahead or self.leg is None:
             return metrics
         self._reported = metrics = self.completed(metrics, None)
-        if not self.step.plan.is_padding:
+        if not self.leg.plan.is_padding:
             values = dict(metrics)
             self.latest_metrics = metrics
             self.meters.add_pending(values, values.pop(NUM_SAMPLES))
@@ -140,16 +140,16 @@ class BatchMetrics(Internals):
         self._operator.global_step += leg.plan.ends_global_batch
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        if self.step is not None and metrics == {} and not (self.logged or self.step.batch.is_by_samples):
+        if self.leg is not None and metrics == {} and not (self.logged or self.leg.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
         if type(metrics) is not dict and not isinstance(metrics, Mapping):  # the second check takes longer
             return metrics
         if self.logged or NUM_SAMPLES not in metrics:  # entries are missing
             metrics = super().completed(metrics, batch)
-        if self.step is None:
+        if self.leg is None:
             return metrics
-        amounts = self.step.batch.items
-        if self.step.batch.is_by_samples:
+        amounts = self.leg.batch.items
+        if self.leg.batch.is_by_samples:
             self._check_count(metrics[NUM_SAMPLES])
         if not amounts:
             return metrics
@@ -174,7 +174,7 @@ class BatchMetrics(Internals):
         The two numbers differ if a `collate_fn` adds or omits samples. If the loader's number is unknown, or if the
         batch is padding, both are the number that the batch contains.
         """
-        drawn = self.step.plan.num_samples if self.step is not None else None
+        drawn = self.leg.plan.num_samples if self.leg is not None else None
         if drawn:
             return drawn, batches.samples_of(batch, drawn)
         found = batches.count_samples(batch)
@@ -182,7 +182,7 @@ class BatchMetrics(Internals):
 
     def _check_count(self, num_samples: Any) -> None:
         """Raise if `train_batch` returned a `num_samples` that differs from the weight of the batch's gradients."""
-        leg = self.step
+        leg = self.leg
         drawn = leg.rules.samples_in_step(leg.plan) if leg.plan.num_samples is None else leg.plan.num_samples
         if leg.rules.weighs and not leg.plan.is_padding and num_samples != drawn is not None:
             raise ValueError(
@@ -197,7 +197,7 @@ class BatchMetrics(Internals):
     def note_amount(self, comparison: LossCall) -> None:
         """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
         if comparison.amount is not None:
-            self.step.batch.items.append(comparison.amount)
+            self.leg.batch.items.append(comparison.amount)
             self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -206,7 +206,7 @@ class BatchMetrics(Internals):
             return metrics
         if self.evaluated:
             return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
-        first, *others = self.step.batch.items
+        first, *others = self.leg.batch.items
         mean = sum(others, first) / (1 + len(others)) if others else first
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 

@@ -181,7 +181,7 @@ class FSDPSync(GradientSync):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         # Not as an all-reduce of the step: nobody would notice how it ends.
-        self.leg.recorder.note("gradients were exchanged")
+        self.leg.flight_recorder.note("gradients were exchanged")
         self.multiply(input_tensor)
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 

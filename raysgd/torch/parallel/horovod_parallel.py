@@ -78,7 +78,7 @@ class HorovodSync(GradientSync):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        self.leg.recorder.note("gradients were exchanged")
+        self.leg.flight_recorder.note("gradients were exchanged")
         with self.leg.record.noting_losses(self.is_lost):
             for each in self._optimizers:
                 each.synchronize()

@@ -35,7 +35,7 @@ class Leg:
         rules: What holds for all steps of the leg.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
         record: What has happened since the last commit, perhaps between two calls.
-        recorder: Records this rank's actions, to compare them with those of other ranks.
+        flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication.
         open: Function that is called before each batch, for example to let the all-reduce of its gradients wait for a
             later batch. None if there is nothing to do.
@@ -49,7 +49,7 @@ class Leg:
         items: Finds what each batch counts.
         scale: How the running backward pass is weighted, or one that user code runs by itself.
         record: What has happened since the last commit.
-        recorder: Records this rank's actions, to compare them with those of other ranks.
+        flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication.
         batch: What has happened to the batch that the training code requested last.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
@@ -67,7 +67,7 @@ class Leg:
         *,
         undo: Undo | None = None,
         record: StepRecord | None = None,
-        recorder: FlightRecorder | None = None,
+        flight_recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
         open: Callable[[BatchPlan], None] | None = None,
         check: Callable[[], None] | None = None,
@@ -78,7 +78,7 @@ class Leg:
         self.items, self.scale = BatchItems(self), UNSCALED
         self.batch = BatchRecord()
         self.record = StepRecord() if record is None else record
-        self.recorder, self.ledger = recorder or FlightRecorder(), ledger or Ledger()
+        self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = False
         self.typical_items = 1.0
         self.has_clipped = False
@@ -148,7 +148,7 @@ class Leg:
             "the next. To skip a batch, call `self.skip_batch()`. To draw ahead, pass `drop_last=True` to the loader."
         )
 
-    def end_stream(self) -> None:
+    def end_data(self) -> None:
         """Record that no more batches follow.
 
         From now on, backward passes belong to no batch. However, if the last batch still needs its backward pass, the
@@ -183,7 +183,7 @@ class Leg:
             name: Name of the all-reduce, the same on all ranks. None if the ranks may differ in what is averaged.
         """
         if name is not None:
-            self.recorder.note(name)
+            self.flight_recorder.note(name)
         self.record.note_all_reduce()
         if self.undo is not None:
             self.undo.see_all_reduce(self.record)

@@ -79,7 +79,7 @@ class ObjectCopies:
         for each in values:
             self.copy(each)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore everything that was copied."""
         for restore in self._restore:
             restore()

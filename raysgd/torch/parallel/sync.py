@@ -101,8 +101,8 @@ class GradientSync:
         self._set_sync(True)
         if self.has_others or rules.num_shards:
             options |= {"open": self.open, "check": self.check}
-        recorder = FlightRecorder(self.leg.recorder.number + self.averages)
-        return self._set_leg(rules, record=self.leg.record, recorder=recorder, **options)
+        flight_recorder = FlightRecorder(self.leg.flight_recorder.number + self.averages)
+        return self._set_leg(rules, record=self.leg.record, flight_recorder=flight_recorder, **options)
 
     def end_leg(self) -> None:
         """Replace `leg` with a `Leg` without batches, for user code that runs between two calls.
@@ -110,7 +110,7 @@ class GradientSync:
         Called at the end of each call, even if the call fails.
         """
         self._set_sync(True)
-        self._set_leg(record=self.leg.record, recorder=self.leg.recorder, ledger=self.leg.ledger)
+        self._set_leg(record=self.leg.record, flight_recorder=self.leg.flight_recorder, ledger=self.leg.ledger)
 
     def open(self, plan: BatchPlan) -> None:
         """Prepare a batch. In a step of several batches, let the all-reduce wait for the last batch, if possible."""

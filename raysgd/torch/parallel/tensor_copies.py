@@ -39,7 +39,7 @@ class TensorCopies:
         return not all(torch.equal(each, copy) for each, copy in pairs)
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the values of the copied tensors. If user code replaced a tensor's `data`, first undo this."""
         for tensor, data in zip(self._tensors, self._data, strict=True):
             if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:

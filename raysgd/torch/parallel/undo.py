@@ -217,7 +217,7 @@ class Undo:
             contents = [(each, each.param_groups) for each in self._optimizers]
             contents += [(each, vars(each)) for each in self._others]
         objects = ObjectCopies(seen)
-        saved.restore.append(objects.put_back)
+        saved.restore.append(objects.restore)
         for owner, content in contents:
             objects.copy(content)
             if objects.unknown is not None:
@@ -329,7 +329,7 @@ class Undo:
             for restore in saved.restore:
                 restore()
             if saved.is_copied:
-                self._copies.put_back()
+                self._copies.restore()
 
 
 def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:

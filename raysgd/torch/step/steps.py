@@ -136,7 +136,7 @@ class OptimizerSteps:
     def _note_step(self, optimizer: Any, *_: Any, number: int) -> None:
         leg = self._sync.leg
         if leg.rules.averages:
-            leg.recorder.note(f"optimizer {number} stepped")
+            leg.flight_recorder.note(f"optimizer {number} stepped")
         leg.record.note_step(optimizer, leg.undo is not None and leg.undo.is_learning)
 
     def _sees(self, optimizer: Any) -> bool:

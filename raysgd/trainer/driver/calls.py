@@ -167,7 +167,7 @@ class TrainerCalls:
             call = weak_call()
             assert call is not None, "a call that runs is referred to"
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
-            of_attempt = replace(options, compares_ranks=compares, call=number(), attempt=next(attempts))
+            of_attempt = replace(options, compares_ranks=compares, call_number=number(), attempt=next(attempts))
             arguments = self.requests("train", of_attempt, dataset, worlds)
             if leaves is not None and controller.ensure_group().is_driver_only:  # no other thread watches `leaves`
                 request, *shard = arguments[0]
@@ -179,7 +179,9 @@ class TrainerCalls:
             return arguments
 
         def check_all(answers: Sequence[EpochAnswer]) -> None:
-            assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
+            assert {answer.call_number for answer in answers} == {number()}, (
+                "each rank answers the call that it was asked"
+            )
             life.framework.check_answers(life, "train", answers, options.num_steps)
 
         can_resume = dataset is None or life.framework.goes_on_with(dataset)

@@ -101,11 +101,11 @@ class LiveChanges:
         with life.controller.turns.take_turn():
             before = life.settings.worker_callbacks
 
-            def put_back() -> None:
+            def restore() -> None:
                 with suppress(RaySGDError):  # an error here must not hide the error of the new callbacks
                     self._install_worker_callbacks(before)
 
-            with OnFailure(put_back):
+            with OnFailure(restore):
                 self._install_worker_callbacks(tuple(callbacks))
 
     def _install_worker_callbacks(self, callbacks: tuple[WorkerCallback, ...]) -> None:

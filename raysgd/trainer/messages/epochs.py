@@ -32,7 +32,7 @@ class EpochOptions:
         profile: True if a worker must also return how long each phase of the call took.
         starts_over: True to start an evaluation from the first batch, even if the last call stopped inside the data.
         compares_ranks: True if a worker must also return checksums of its weights.
-        call: Number of the training call. A worker continues an unfinished call only if the request has the same
+        call_number: Number of the training call. A worker continues an unfinished call only if the request has the same
             number.
         attempt: Number of the attempt at a training call, starting at 1. When the group of workers changes during the
             call, the new group starts the next attempt.
@@ -46,7 +46,7 @@ class EpochOptions:
     profile: bool
     starts_over: bool = field(default=False, kw_only=True)
     compares_ranks: bool = field(default=False, kw_only=True)
-    call: int = field(default=0, kw_only=True)
+    call_number: int = field(default=0, kw_only=True)
     attempt: int = field(default=0, kw_only=True)
     hold_at: int | None = field(default=None, kw_only=True)
     is_inside: bool = field(default=False, kw_only=True)
@@ -91,7 +91,7 @@ class EpochAnswer:
         num_inherited: Number of samples whose metrics this worker took over from lost workers.
         num_used: Number of samples that all ranks together have trained on in the call. If the call spans several
             passes over the data, only the samples of the last pass count.
-        call: Number of the training call that the worker has answered.
+        call_number: Number of the training call that the worker has answered.
     """
 
     metrics: MetricSummary | None
@@ -104,7 +104,7 @@ class EpochAnswer:
     weight_sums: WeightSums | None = None
     num_inherited: float = 0
     num_used: int = 0
-    call: int = 0
+    call_number: int = 0
 
 
 INHERITED = "inherited_samples"

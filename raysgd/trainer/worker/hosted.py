@@ -278,12 +278,12 @@ class HostedOperator(ABC):
         self.settings = replace(own, config=settings.config, config_changes=settings.config_changes)
         operator.config.update((name, settings.config[name]) for name in changed)
 
-        def put_back() -> None:
+        def restore() -> None:
             self.settings = own
             operator.config.clear()
             operator.config.update(before)
 
-        with OnFailure(put_back):
+        with OnFailure(restore):
             operator.config_changed(operator.config, changed)
         return []
 

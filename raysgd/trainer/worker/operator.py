@@ -103,26 +103,26 @@ class Internals:
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
         self.callbacks = InstalledCallbacks()
-        self.step: Any = None
+        self.leg: Any = None
 
     @contextmanager
     def in_call(
-        self, step: Any, meters: AverageMeterCollection | None = None, lost: Sequence[MetricSummary] = ()
+        self, leg: Any, meters: AverageMeterCollection | None = None, lost: Sequence[MetricSummary] = ()
     ) -> Iterator[None]:
         """Inside the block, follow the current batch of a training or validation call.
 
         Args:
-            step: Tracks the current batch, see `StepParts.step`.
+            leg: Tracks the current batch, see `StepParts.leg`.
             meters: Collection in which a `train_epoch` accumulates its metrics.
             lost: Metrics that lost workers measured in the call. Rank 0 adds them to its own metrics.
         """
         forget(self)
-        before, self.step = self.step, step
+        before, self.leg = self.leg, leg
         self.meters_to_fill, self.lost, self.latest_metrics = meters, lost, {}
         try:
             yield
         finally:
-            self.step, self.meters_to_fill = before, None
+            self.leg, self.meters_to_fill = before, None
 
     @property
     def world(self) -> World:
@@ -272,8 +272,8 @@ class BaseOperator:
         Raises:
             ValueError: With PyTorch, the step accumulates gradients, and the batch has had no backward pass.
         """
-        if self._raysgd.step is not None:
-            self._raysgd.step.skip()
+        if self._raysgd.leg is not None:
+            self._raysgd.leg.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:

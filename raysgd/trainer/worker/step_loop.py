@@ -96,7 +96,7 @@ class StepParts:
 
     Args:
         feed: Provides the data.
-        step: See the property. None if the subclass finds it.
+        leg: See the property. None if the subclass finds it.
 
     Attributes:
         first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
@@ -108,17 +108,17 @@ class StepParts:
     first_bin: ClassVar[str] = OTHER
     has_stock_loop = False
 
-    def __init__(self, feed: DataFeed, step: Any = None) -> None:
-        self._feed, self._step = feed, step
+    def __init__(self, feed: DataFeed, leg: Any = None) -> None:
+        self._feed, self._leg = feed, leg
 
     @property
-    def step(self) -> Any:
+    def leg(self) -> Any:
         """Where user code, through the operator, and hooks find the running step: PyTorch's `Leg`, or Keras's `TFStep`.
 
         Its `rules` hold for all steps, and its `plan` says how the current batch counts. Its `skip` leaves the batch
-        out, and its `end_stream` says that no batch follows.
+        out, and its `end_data` says that no batch follows.
         """
-        return self._step
+        return self._leg
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
@@ -135,7 +135,7 @@ class StepParts:
         Raises:
             Exception: A rank was lost, or the batch cannot follow the one before. The step has not started then.
         """
-        self.step.begin_batch(plan)
+        self.leg.begin_batch(plan)
 
     def takes_padding(self, batch: Any) -> bool:
         """Take part in the collectives of a step in which only other ranks have samples, instead of user code.
@@ -158,16 +158,16 @@ class StepParts:
             Exception: The group of workers broke during the step, or the step is invalid.
         """
 
-    def rollback(self) -> None:
+    def restore(self) -> None:
         """Restore the training state after the last committed step. The batches since then will be repeated."""
 
     @property
     def is_whole(self) -> bool:
-        """True if the training state is that of a committed step, or if `rollback` can restore such a state."""
+        """True if the training state is that of a committed step, or if `restore` can restore such a state."""
         return True
 
-    def can_go_back(self, error: BaseException, is_alone: bool) -> bool:
-        """Return True if `rollback` can be called after an error, on all ranks alike, before the call raises it.
+    def can_restore(self, error: BaseException, is_alone: bool) -> bool:
+        """Return True if `restore` can be called after an error, on all ranks alike, before the call raises it.
 
         Return False if workers cannot communicate anymore, for example because one was lost. Recovery follows then.
 
@@ -260,7 +260,7 @@ class StepLoop:
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches. Requesting the next batch commits the step of the batch before."""
         cursor, parts, num_steps, redraw, due = self.cursor, self.parts, self._num_steps, self._redraw, 0.0
-        accumulate = parts.step.rules.accumulate
+        accumulate = parts.leg.rules.accumulate
         drawn = cursor.drawn(parts.begin_pass, num_steps is None, accumulate > 1) if num_steps != 0 else iter(())
         for batch, plan in planned(drawn, accumulate, num_steps):
             parts.open(plan, batch)
@@ -275,13 +275,13 @@ class StepLoop:
                     redraw()
                     due = time.monotonic() + _REDRAW_EVERY_S
                 # User code runs the forward pass, the backward pass with its all-reduces, and the step of the
-                # optimizer. What happens is recorded in `parts.step`.
+                # optimizer. What happens is recorded in `parts.leg`.
                 yield batch
                 if plan.is_padding:
                     self.leave_padding()
             if plan.sync_gradients:
                 self.commit()
-        parts.step.end_stream()
+        parts.leg.end_data()
 
     def commit(self, is_last: bool = False) -> None:
         """Commit the step that has ended.
@@ -322,7 +322,7 @@ class Batches:
 
         A padding batch repeats samples, because this worker has no samples left while other workers have some.
         """
-        plan: BatchPlan = self._loop.parts.step.plan
+        plan: BatchPlan = self._loop.parts.leg.plan
         return plan.is_padding
 
     def __iter__(self) -> Iterator[Any]:

@@ -39,14 +39,14 @@ class EvaluationCall:
     """The `validate` or `predict` call that a worker is running at the moment.
 
     Attributes:
-        stream: Object that supplies the call's batches. Its `num_steps_taken` counts the batches taken so far.
-        began_at: The stream's `num_steps_taken` when the call began.
+        cursor: Object that supplies the call's batches. Its `num_steps_taken` counts the batches taken so far.
+        began_at: The cursor's `num_steps_taken` when the call began.
         num_steps: Number of batches to use, or None to use all remaining batches.
         info: The `info` dictionary that is passed to the operator's method.
         kind: What the call does: validate, test or predict.
     """
 
-    stream: Any
+    cursor: Any
     began_at: int
     num_steps: int | None
     info: Mapping[str, Any]
@@ -101,7 +101,7 @@ class ReplicaCalls:
         # `_training` stays None until the `TrainingCall` is created below. If an error occurs before that, there is no
         # call to resume.
         raised, self._training = self._unfinished, None
-        if raised is not None and raised.stream is hosted.feed.train_stream is not None:
+        if raised is not None and raised.cursor is hosted.feed.train_cursor is not None:
             # The user's code raised an error in the last call. Train again on the batch in which the error occurred.
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())
         self._ledger.begin_call()
@@ -112,7 +112,7 @@ class ReplicaCalls:
         hosted.set_timers(request.profile)
         if self._copies.every is not None:
             self._copies.forget_call()
-        begun = RunState(0, hosted.feed.pass_index(cursor), request.num_steps, call=request.call)
+        begun = RunState(0, hosted.feed.pass_index(cursor), request.num_steps, call_number=request.call_number)
         call = self._training = TrainingCall(hosted, self._copies, begun)
         call.samples_before = hosted.feed.samples_used()
         return call.train_on(cursor, request)
@@ -127,7 +127,7 @@ class ReplicaCalls:
         Returns:
             See `train_epoch`.
         """
-        call = run_of(self._training, request.call)
+        call = run_of(self._training, request.call_number)
         # None means that this rank had not begun the call when the call was interrupted.
         return self.train_epoch(request, share) if call is None else call.resume(request, share)
 
@@ -153,13 +153,18 @@ class ReplicaCalls:
         hosted.set_timers(request.profile)
         if call is not None and (call.num_completed, call.epoch_idx) == (begun.num_steps, begun.epoch_idx):
             call.detach()  # the earlier run used this same process, which still holds the epoch's metric objects
-            call.call = request.call
+            call.call_number = request.call_number
             return call.resume(request, share)
         for name in begun.objects:
             logger.warning("the metric object `%s` will cover only what follows in this epoch", name)
         lost = {str(number): metrics for number, metrics in enumerate(begun.lost)}
         first = RunState(
-            begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
+            begun.num_steps,
+            begun.epoch_idx,
+            request.num_steps,
+            begun.is_exhausted,
+            lost=lost,
+            call_number=request.call_number,
         )
         world = hosted.world
         own = taken_over(begun.by_rank, world.rank, world.size)
@@ -170,7 +175,7 @@ class ReplicaCalls:
 
         If this worker had not begun the call, begin it now. See `resume_left` for the arguments and the return value.
         """
-        has_begun = run_of(self._training, request.call) is not None
+        has_begun = run_of(self._training, request.call_number) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
     def capture_here(self) -> Capture:
@@ -197,7 +202,7 @@ class ReplicaCalls:
         if call is None or call.is_finished:
             num_steps = call.num_completed + 1 if call is not None else 0
             return ReplicaProgress(num_steps, is_whole, obstacle or feed.order_obstacle)
-        obstacle = obstacle or hosted.epoch_obstacle or feed.order_obstacle or feed.obstacle_of_call(call.stream)
+        obstacle = obstacle or hosted.epoch_obstacle or feed.order_obstacle or feed.obstacle_of_call(call.cursor)
         return ReplicaProgress(call.num_completed, is_whole, obstacle, feed.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
@@ -250,7 +255,7 @@ class ReplicaCalls:
         if run is None:
             self._training = None
             return
-        own = run_of(self._training, run.call) or TrainingCall(self._hosted, self._copies, run)
+        own = run_of(self._training, run.call_number) or TrainingCall(self._hosted, self._copies, run)
         own.take_over(run)
         self._training = own
 
@@ -270,7 +275,7 @@ class ReplicaCalls:
         hosted = self._hosted
         rank, size = hosted.world.rank, hosted.world.size
         # New names, so that this rank knows the names of all ranks. They are as long as the names that they replace.
-        names = [f"{first.call:016x}{each:016x}" for each in range(size)]
+        names = [f"{first.call_number:016x}{each:016x}" for each in range(size)]
         hosted.name = names[rank]
         # An earlier, lost rank may have had one of these names.
         lost = {f"left {number}": metrics for number, metrics in enumerate(first.lost.values())}
@@ -308,7 +313,7 @@ class ReplicaCalls:
             with (
                 hosted.evaluating() as parts,
                 feed.validating(request) as cursor,
-                operator._raysgd.in_call(parts.step),
+                operator._raysgd.in_call(parts.leg),
                 around_batches(operator, "validate_batch"),
             ):
                 began_at = cursor.num_steps_taken
@@ -385,14 +390,14 @@ class ReplicaCalls:
     def progress(self) -> CallProgress | None:
         """Return the progress of the running call, or None between calls. The worker's second thread calls this."""
         running = self._running
-        if running is None or (stream := running.stream) is None:
+        if running is None or (cursor := running.cursor) is None:
             return None
         reported = self._hosted.operator._raysgd.latest_metrics
         latest = {name: as_number(value) for name, value in reported.items() if not is_weight(name)}
         metrics = {name: number for name, number in latest.items() if number is not None}
-        total, source = running.num_steps, stream.source
+        total, source = running.num_steps, cursor.source
         return CallProgress(
-            num_steps=stream.num_steps_taken - running.began_at,
+            num_steps=cursor.num_steps_taken - running.began_at,
             total=source.num_steps() if total is None and source is not None else total,
             epoch_idx=running.info.get("epoch_idx", max(0, self._hosted.feed.epoch - 1)),
             num_epochs=running.info.get("num_epochs"),

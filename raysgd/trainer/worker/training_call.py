@@ -50,7 +50,9 @@ class TrainingCall(EpochRun):
 
     def __init__(self, hosted: HostedOperator, copies: StateCopies, begun: RunState) -> None:
         meters = hosted.operator._raysgd.new_meters()
-        super().__init__(begun.epoch_idx, begun.num_requested, meters, RankRows(hosted.name), call=begun.call)
+        super().__init__(
+            begun.epoch_idx, begun.num_requested, meters, RankRows(hosted.name), call_number=begun.call_number
+        )
         self._hosted, self._copies = hosted, copies
 
     def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
@@ -104,7 +106,7 @@ class TrainingCall(EpochRun):
                 stack.callback(setattr, self, "is_running", False)
                 stack.enter_context(hosted.ledger.call(parts.first_bin))
                 stack.enter_context(hosted.training(self, loop))
-                stack.enter_context(internals.in_call(parts.step, self.meters, lost))
+                stack.enter_context(internals.in_call(parts.leg, self.meters, lost))
                 stack.callback(loop.leave_padding)
                 after = callbacks.after_batch(operator) if callbacks.are_there else None
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
@@ -126,9 +128,9 @@ class TrainingCall(EpochRun):
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
         except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
-            if parts.can_go_back(error, is_alone):
-                parts.rollback()
-            elif is_alone and cursor is feed.train_stream:
+            if parts.can_restore(error, is_alone):
+                parts.restore()
+            elif is_alone and cursor is feed.train_cursor:
                 cursor.commit()  # the optimizer has already stepped on the batch, so count the batch as used
             raise
         if not batches.was_touched and feed.epoch == epoch_before:
@@ -149,9 +151,9 @@ class TrainingCall(EpochRun):
             "pass": cursor.pass_index if is_begun else feed.pass_index(cursor),
             "consumed": consumed,
             "num_workers": hosted.world.size,
-            "attempt": [request.call, request.attempt],
-            "window": hosted.parts.step.rules.num_batches,
-            "is_of_call": cursor is not feed.train_stream,
+            "attempt": [request.call_number, request.attempt],
+            "window": hosted.parts.leg.rules.num_batches,
+            "is_of_call": cursor is not feed.train_cursor,
             "data": cursor.source.layout(consumed, is_begun),
             "obstacle": own and f"{own} `train_epoch`, which takes the steps itself",
         }
@@ -171,7 +173,7 @@ class TrainingCall(EpochRun):
         is_asked = not is_last and (gate.proposed is not None or gate.planned is not None)
         if not (is_due or is_asked):
             return
-        if hosted.feed.is_divided(self.stream) and hosted.epoch_obstacle is None:
+        if hosted.feed.is_divided(self.cursor) and hosted.epoch_obstacle is None:
             hosted.ledger.end_own_work()  # the gate may wait for other ranks
             if is_due:
                 self._copies.keep(self.num_completed, self.snapshot())
@@ -183,7 +185,7 @@ class TrainingCall(EpochRun):
     def can_move(self) -> bool:
         """True if the call can continue after its last completed step in another group, or in another process."""
         hosted = self._hosted
-        return hosted.epoch_obstacle is None and hosted.feed.obstacle_of_call(self.stream) is None
+        return hosted.epoch_obstacle is None and hosted.feed.obstacle_of_call(self.cursor) is None
 
     def snapshot(self) -> Capture:
         """Copy the training state after the last completed step, and return this rank's part of the snapshot.
@@ -194,18 +196,18 @@ class TrainingCall(EpochRun):
         return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, self.state(with_metrics=True))
 
     def suspend(self) -> None:
-        """Undo the step that was interrupted, and detach the call from its stream, before it continues in a new group.
+        """Undo the step that was interrupted, and detach the call from its cursor, before it continues in a new group.
 
         The new group divides the remaining data again.
         """
         if self._hosted.parts.is_whole:  # if not, this rank will receive the training state of another rank
-            self._hosted.parts.rollback()
+            self._hosted.parts.restore()
         self._note_place()
         self.detach()
 
     def _note_place(self) -> None:
-        if self.stream is not None:
-            self.place = self._hosted.feed.place_of_call(self.stream)
+        if self.cursor is not None:
+            self.place = self._hosted.feed.place_of_call(self.cursor)
 
     def _end(self, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         """Finish the call with what `train_epoch` returned, and return this rank's answer to the driver."""
@@ -222,7 +224,7 @@ class TrainingCall(EpochRun):
         answer = replace(
             answer,
             epoch_idx=self.epoch_idx,
-            call=self.call,
+            call_number=self.call_number,
             heartbeat=heartbeat,
             place=place,
             joint_work=parts.joint_work,

@@ -36,18 +36,18 @@ class Parts(StepParts):
     """The steps of an operator without the operator."""
 
     def __init__(self, step: TFStep, take_part: Callable[[Any], None] = lambda batch: None) -> None:
-        self._step, self._take_part = step, take_part
+        self._leg, self._take_part = step, take_part
 
     @property
-    def step(self) -> TFStep:
-        return self._step
+    def leg(self) -> TFStep:
+        return self._leg
 
     def takes_padding(self, batch: Any) -> bool:
         self._take_part(batch)
         return True
 
     def commit(self, has_step: bool = False) -> None:
-        self._step.confirm()
+        self._leg.confirm()
 
 
 def take(cursor: TFCursor, num_steps: int | None, committed: Any = lambda is_last: None) -> Iterator[Any]:

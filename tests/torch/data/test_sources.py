@@ -109,7 +109,7 @@ def planned(cursor: TorchCursor) -> Iterator[tuple[Any, BatchPlan]]:
     """The batches of a pass, and how each counts."""
     parts = StepParts(TorchFeed(lambda name: None, Strategy(), 1), Leg())
     for batch in StepLoop(cursor, parts, None).batches():
-        yield batch, parts.step.plan
+        yield batch, parts.leg.plan
 
 
 def numbers(batches: Any) -> list[Any]:

@@ -89,7 +89,7 @@ def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing
     assert parts.is_whole
     operator.sgd.step()
     assert not parts.is_whole
-    assert not parts.can_go_back(ValueError(), True)
+    assert not parts.can_restore(ValueError(), True)
     parts.commit()
     assert parts.is_whole
 
@@ -120,15 +120,15 @@ def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
 def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) -> None:
     operator = Plain()
     parts = parts_of(operator, undo)
-    parts.step.begin_batch(BETWEEN_BATCHES)
+    parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
-    assert parts.is_whole == parts.can_go_back(ValueError(), True) == is_copied
+    assert parts.is_whole == parts.can_restore(ValueError(), True) == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
     parts = parts_of(Plain(), undo=False)
-    parts.step.begin_batch(BETWEEN_BATCHES)
-    assert (parts.is_whole, parts.can_go_back(ValueError(), True)) == (False, True)
+    parts.leg.begin_batch(BETWEEN_BATCHES)
+    assert (parts.is_whole, parts.can_restore(ValueError(), True)) == (False, True)
 
 
 def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
@@ -136,7 +136,7 @@ def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
 ) -> None:
     monkeypatch.setattr(torch_step, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
     parts = parts_of(OwnBatch())
-    parts.step.begin_batch(BETWEEN_BATCHES)
+    parts.leg.begin_batch(BETWEEN_BATCHES)
     assert not parts.is_whole
     assert "would need 8 of 10 MiB that are free" in caplog.text
 
@@ -145,34 +145,34 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
     operator = OwnBatch()
     parts = parts_of(operator)
     for waits in (False, True):
-        parts.step.begin_batch(BETWEEN_BATCHES)
+        parts.leg.begin_batch(BETWEEN_BATCHES)
         operator.sgd.zero_grad()
         operator.compute()
-        parts.step.note_all_reduce()
+        parts.leg.note_all_reduce()
         if not waits:
             operator.sgd.step()
         parts.commit()
         assert [each is not None for each in parts.waiting_parameters()] == [waits] * 2 * waits
-        parts.step.begin_batch(BETWEEN_BATCHES)
+        parts.leg.begin_batch(BETWEEN_BATCHES)
         operator.compute()
         assert parts.is_whole
-        parts.rollback()
+        parts.restore()
         assert operator.gradient == (1.0 if waits else None)
 
 
 def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     parts = parts_of(operator)
-    parts.step.begin_batch(BETWEEN_BATCHES)
+    parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
     parts.commit()
     assert not parts.is_whole
-    parts.step.begin_batch(BETWEEN_BATCHES)
+    parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
-    parts.step.note_all_reduce()
+    parts.leg.note_all_reduce()
     parts.commit()
     assert not parts.is_whole, "those of the batch before are among them"
-    parts.step.begin_batch(BETWEEN_BATCHES)
+    parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
     parts.commit()
     assert parts.is_whole
@@ -185,10 +185,10 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     parts = parts_of(operator, parallel=Joined(OfTwo()))
     for exchanges in (False, True):
-        parts.step.begin_batch(BETWEEN_BATCHES)
+        parts.leg.begin_batch(BETWEEN_BATCHES)
         operator.compute()
         if exchanges:
-            parts.step.note_all_reduce()
+            parts.leg.note_all_reduce()
         operator.sgd.step()
         parts.commit()
         assert parts.is_whole == exchanges
@@ -197,7 +197,7 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     operator = OwnBatch()
     parts = parts_of(operator)
-    parts.step.begin_batch(BETWEEN_BATCHES)
+    parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
     operator.sgd.step()
     parts.note_restored()

@@ -48,7 +48,7 @@ def hand_out(leg: Leg, weight: float = 1.0, num_samples: int = 4) -> None:
 def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weight() -> None:
     leg = joint(1)
     hand_out(leg, 1.5)
-    leg.end_stream()
+    leg.end_data()
     assert leg.scale == Scale(gradients=1.5)
 
 

@@ -80,7 +80,7 @@ def test_what_a_batch_changes_is_put_back_in_the_same_object(kind: str) -> None:
     assert copies.unknown is None
     change(value)
     assert bits(value) != before
-    copies.put_back()
+    copies.restore()
     assert bits(value) == before
 
 
@@ -88,7 +88,7 @@ def test_a_generator_of_pytorch_draws_the_same_numbers_again() -> None:
     generator, copies = torch.Generator().manual_seed(1), ObjectCopies(set())
     copies.copy(generator)
     drawn = torch.rand(2, generator=generator).tolist()
-    copies.put_back()
+    copies.restore()
     assert torch.rand(2, generator=generator).tolist() == drawn
 
 

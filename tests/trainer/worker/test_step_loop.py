@@ -30,14 +30,14 @@ class Parts(StepParts):
 
     def __init__(self, remember: Callable[[], Callable[[], None]] | None = None) -> None:
         self.log: list[str] = []
-        self._step = SimpleNamespace(
-            rules=StepRules(), plan=BETWEEN_BATCHES, end_stream=lambda: self.log.append("no batch follows")
+        self._leg = SimpleNamespace(
+            rules=StepRules(), plan=BETWEEN_BATCHES, end_data=lambda: self.log.append("no batch follows")
         )
         if remember is not None:
             self.remember_metrics = remember  # type: ignore[method-assign]
 
     def open(self, plan: BatchPlan, batch: Any) -> None:
-        self._step.plan = plan
+        self._leg.plan = plan
 
     def commit(self, has_step: bool = False) -> None:
         self.log.append(f"committed {has_step}")

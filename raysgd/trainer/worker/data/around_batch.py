@@ -99,7 +99,7 @@ def around_batches(operator: Any, name: str, after: Callable[[Any], Any] | None 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         internals.begin_metrics()
         metrics = internals.completed(method(*args, **kwargs), (*args, *kwargs.values())[0])
-        if internals.step.plan.is_padding and isinstance(metrics, Mapping):
+        if internals.leg.plan.is_padding and isinstance(metrics, Mapping):
             metrics = {**metrics, **{each: 0 for each in metrics if each == NUM_SAMPLES or is_weight(each)}}
         return metrics if after is None else after(metrics)
 

@@ -28,23 +28,23 @@ class NumberedRun(Protocol):
     """Record that a rank keeps of its last training call, even after the call has ended.
 
     Attributes:
-        call: Number of the training call.
+        call_number: Number of the training call.
     """
 
-    call: int
+    call_number: int
 
 
 RunT = TypeVar("RunT", bound=NumberedRun)
 
 
-def run_of(kept: RunT | None, call: int) -> RunT | None:
-    """Return a rank's last record if it belongs to the training call with the number `call`; otherwise None.
+def run_of(kept: RunT | None, call_number: int) -> RunT | None:
+    """Return a rank's last record if it belongs to the training call with the number `call_number`; otherwise None.
 
     Args:
         kept: The rank's last record, or None.
-        call: Number of a training call.
+        call_number: Number of a training call.
     """
-    return kept if kept is not None and kept.call == call else None
+    return kept if kept is not None and kept.call_number == call_number else None
 
 
 class HeldAtBoundary(BaseException):
@@ -140,7 +140,7 @@ class RunState:
             Empty if `metrics` is set.
         lost: Metrics of lost ranks, by rank name.
         place: Position in the data that the user passed to this call. None if the call uses registered data.
-        call: Number of the training call.
+        call_number: Number of the training call.
     """
 
     num_steps: int
@@ -153,7 +153,7 @@ class RunState:
     others: Mapping[str, MetricSummary] = field(default_factory=dict)
     lost: Mapping[str, MetricSummary] = field(default_factory=dict)
     place: DataPosition | None = None
-    call: int = 0
+    call_number: int = 0
 
     def __str__(self) -> str:
         return f"after {self.num_steps} steps"
@@ -174,18 +174,18 @@ class EpochRun:
         num_steps: Number of steps to take, or None for the rest of the pass.
         meters: Accumulates the metrics of the call. The metrics of a step are included once the step is completed.
         rows: Stores the metrics that the ranks have last sent to each other, and the metrics of lost ranks.
-        num_steps_before: Number of steps of the call that were completed with earlier streams of batches.
+        num_steps_before: Number of steps of the call that were completed with earlier cursors.
         answer: This rank's answer to the call. None until the rank has finished the call.
         is_finished: True if the call is complete, possibly because another rank reported this.
-        is_exhausted: True if all steps were completed when the last stream of batches was detached.
+        is_exhausted: True if all steps were completed when the last cursor was detached.
         place: Position in the data that the user passed to this call, as of the last snapshot or change of the group.
             None if the call uses registered data.
         gate: Agreement with the other ranks to stop the call between two steps.
         samples_before: Record of which samples were used before the call. None if this rank joined during the call.
-        call: Number of the training call, by which requests for this call are recognized.
-        began_at: Number to subtract from the stream's `num_steps_completed` to get the number of completed steps of
+        call_number: Number of the training call, by which requests for this call are recognized.
+        began_at: Number to subtract from the cursor's `num_steps_completed` to get the number of completed steps of
             the call.
-        stream: The stream from which the call takes its batches. None after `detach`.
+        cursor: The cursor from which the call takes its batches. None after `detach`.
     """
 
     epoch_idx: int
@@ -199,20 +199,20 @@ class EpochRun:
     place: DataPosition | None = None
     gate: Gate = field(default_factory=Gate)
     samples_before: SamplesUsed | None = None
-    call: int = 0
+    call_number: int = 0
     began_at: int = 0
-    stream: Any = None
+    cursor: Any = None
 
-    def attach(self, stream: Any) -> None:
-        """Let the rest of the call take its batches from this stream."""
+    def attach(self, cursor: Any) -> None:
+        """Let the rest of the call take its batches from this cursor."""
         # `began_at` is set first, because another thread may read `num_completed`.
-        self.began_at, self.stream = stream.num_steps_completed - self.num_steps_before, stream
+        self.began_at, self.cursor = cursor.num_steps_completed - self.num_steps_before, cursor
 
     @property
     def num_completed(self) -> int:
         """Number of steps of the call that all ranks have completed."""
-        stream = self.stream  # read only once, because another thread uses this property and `detach` may intervene
-        return self.num_steps_before if stream is None else stream.num_steps_completed - self.began_at
+        cursor = self.cursor  # read only once, because another thread uses this property and `detach` may intervene
+        return self.num_steps_before if cursor is None else cursor.num_steps_completed - self.began_at
 
     @property
     def num_steps_left(self) -> int | None:
@@ -220,7 +220,7 @@ class EpochRun:
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Drop the stream of batches, because the call will continue in a new group of workers with a new stream.
+        """Drop the cursor, because the call will continue in a new group of workers with a new cursor.
 
         An interrupted step does not count. An agreement to stop is canceled, because workers that join the new group
         have not taken part in it.
@@ -228,15 +228,15 @@ class EpochRun:
         self.gate = Gate()
         self.meters.drop_pending()
         self.is_exhausted = self._has_no_step_left
-        self.num_steps_before, self.stream = self.num_completed, None
+        self.num_steps_before, self.cursor = self.num_completed, None
 
     @property
     def _has_no_step_left(self) -> bool:
         if self.num_steps is not None:
             return self.num_completed >= self.num_steps
-        if self.stream is None:
+        if self.cursor is None:
             return self.is_exhausted
-        return self.num_completed > 0 and not self.stream.is_mid_pass
+        return self.num_completed > 0 and not self.cursor.is_mid_pass
 
     def state(self, with_metrics: bool) -> RunState:
         """Return a record of the call's progress, from which another rank or a later process can continue the call.
@@ -256,7 +256,7 @@ class EpochRun:
             others={} if with_metrics else self._told,
             lost=dict(self.rows.lost),
             place=self.place,
-            call=self.call,
+            call_number=self.call_number,
         )
 
     def take_over(self, state: RunState) -> None:
@@ -272,7 +272,7 @@ class EpochRun:
         own = state.others.get(self.rows.name)
         if own is not None and self.num_completed < state.num_steps:
             self.meters.correct(own)
-        self.stream = None
+        self.cursor = None
         self.num_steps_before, self.epoch_idx = state.num_steps, state.epoch_idx
         self.is_exhausted, self.is_finished = state.is_exhausted, state.is_finished
         self.num_steps, self.place = state.num_requested, state.place

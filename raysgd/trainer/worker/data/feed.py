@@ -1,4 +1,4 @@
-"""The data of one worker across calls: streams of batches, the number of passes over the data, and the position.
+"""The data of one worker across calls: cursors, the number of passes over the data, and the position.
 
 Snapshots and checkpoints store the position, so that training can continue there.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataFeed(ABC):
-    """Provides one worker's streams of batches, and remembers the position in each.
+    """Provides one worker's cursors, and remembers the position in each.
 
     Subclasses create the sources of batches. The attribute `is_divided` of a source is True if the library divides its
     data over the workers. Positions in such data are valid for any number of workers. A source's method
@@ -31,16 +31,16 @@ class DataFeed(ABC):
 
     Attributes:
         epoch: Number of passes over the training data that have started.
-        train_stream: Stream of batches of the registered training data. None until a call has trained on this data.
+        train_cursor: Cursor of the registered training data. None until a call has trained on this data.
         data_of_call: The data that the user passed to the last call, or this worker's shard of that data, under "train"
             or "validation".
     """
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.train_stream: Any = None
+        self.train_cursor: Any = None
         self.data_of_call: dict[str, CallData] = {}
-        self._left_to_validate: Any = None  # the stream that the next call to `validate` continues
+        self._left_to_validate: Any = None  # the cursor that the next call to `validate` continues
         self._to_resume: Mapping[str, Any] | None = None
         self._of_call: tuple[str | None, Any] = (None, None)
         self._made: dict[str, tuple[str | None, Any]] = {}
@@ -76,12 +76,12 @@ class DataFeed(ABC):
         """
 
     @abstractmethod
-    def _stream_over(self, source: Any, begin_pass: Callable[[], int]) -> Any:
-        """Return a stream of batches to train on.
+    def _cursor_over(self, source: Any, begin_pass: Callable[[], int]) -> Any:
+        """Return a cursor to train on.
 
         Args:
             source: Source of the batches.
-            begin_pass: Function that the stream calls at the start of each pass. It returns the index of the pass.
+            begin_pass: Function that the cursor calls at the start of each pass. It returns the index of the pass.
         """
 
     @abstractmethod
@@ -94,7 +94,7 @@ class DataFeed(ABC):
 
     @abstractmethod
     def _open_validation(self, request: EpochRequest) -> Any:
-        """Return a stream of batches of the validation data, from the first batch on."""
+        """Return a cursor of the validation data, from the first batch on."""
 
     @abstractmethod
     def obstacle(self, name: str) -> str | None:
@@ -104,7 +104,7 @@ class DataFeed(ABC):
             name: "train" or "validation".
         """
 
-    def obstacle_of_call(self, stream: Any) -> str | None:
+    def obstacle_of_call(self, cursor: Any) -> str | None:
         """Return the reason why a call cannot resume partway through the data that was passed to it.
 
         Return None if the call can resume, or if it uses registered data.
@@ -146,10 +146,10 @@ class DataFeed(ABC):
         assert loader is not None, "the driver divides what is registered"
         loader.iterator = share.data.iterator
         if name == "train":
-            self.train_stream = None
+            self.train_cursor = None
 
     def training(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
-        """Return the stream of batches for a training call.
+        """Return the cursor for a training call.
 
         The batches come from the data that the user passed to the call. Without such data, they come from the data that
         the operator registered.
@@ -163,22 +163,22 @@ class DataFeed(ABC):
         try:
             if request.shard_key is not None:
                 self.epoch += not is_begun
-                stream = self._stream_of_call(request)
-            elif self.train_stream is None:
-                stream = self._stream_over(self._source("train", request, training=True), self.begin_pass)
-                self._resume(stream)
-                self.train_stream, self._to_resume = stream, None
+                cursor = self._cursor_of_call(request)
+            elif self.train_cursor is None:
+                cursor = self._cursor_over(self._source("train", request, training=True), self.begin_pass)
+                self._resume(cursor)
+                self.train_cursor, self._to_resume = cursor, None
             else:
-                stream = self.train_stream
-            stream.source.join(self._ranks)
+                cursor = self.train_cursor
+            cursor.source.join(self._ranks)
         except BaseException:  # also on Ctrl-C: a call that cannot start counts no pass
             self.epoch = epoch
             raise
-        return stream
+        return cursor
 
     @contextmanager
     def validating(self, request: EpochRequest) -> Iterator[Any]:
-        """Inside the block, provide the stream of batches for a call to `validate`.
+        """Inside the block, provide the cursor for a call to `validate`.
 
         After a successful call with `num_steps` on registered data, the next call on this data continues after the last
         batch, unless its request sets `starts_over`. After a failed call, or a call without `num_steps`, the next call
@@ -189,32 +189,32 @@ class DataFeed(ABC):
             yield self._open_validation(request)
             return
         left, self._left_to_validate = self._left_to_validate, None
-        stream = self._open_validation(request) if left is None or request.starts_over else left
-        yield stream
+        cursor = self._open_validation(request) if left is None or request.starts_over else left
+        yield cursor
         if request.num_steps is not None:
-            self._left_to_validate = stream
+            self._left_to_validate = cursor
 
-    def _stream_of_call(self, request: EpochRequest) -> Any:
-        """Return a stream over the data that the user passed to a call.
+    def _cursor_of_call(self, request: EpochRequest) -> Any:
+        """Return a cursor over the data that the user passed to a call.
 
-        If an earlier call on the same data stopped before the end, the stream continues from there.
+        If an earlier call on the same data stopped before the end, the cursor continues from there.
         """
-        key, stream = self._of_call
-        if stream is None or key != request.shard_key:
+        key, cursor = self._of_call
+        if cursor is None or key != request.shard_key:
             source = self._source_of_call("train", request, training=True)
-            stream = self._stream_over(source, lambda: self.epoch - 1)
-            self._go_to_place(stream)
-            self._of_call = request.shard_key, stream
-        return stream
+            cursor = self._cursor_over(source, lambda: self.epoch - 1)
+            self._go_to_place(cursor)
+            self._of_call = request.shard_key, cursor
+        return cursor
 
-    def _go_to_place(self, stream: Any) -> None:
-        """Move a new stream to the position where training on the same data stopped, if this position is known."""
+    def _go_to_place(self, cursor: Any) -> None:
+        """Move a new cursor to the position where training on the same data stopped, if this position is known."""
         share = self.data_of_call["train"]
         place = share.place
-        if place is None or not has_divided_source(stream):
+        if place is None or not has_divided_source(cursor):
             return
-        if stream.source.load_state(place.saved):
-            stream.resume(place.pass_index, place.consumed)
+        if cursor.source.load_state(place.saved):
+            cursor.resume(place.pass_index, place.consumed)
         self.data_of_call["train"] = replace(share, place=None)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
@@ -228,19 +228,19 @@ class DataFeed(ABC):
             self._made[name] = request.shard_key, made
         return made
 
-    def is_divided(self, stream: Any) -> bool:
-        """Return True if a stream reads the registered data, and the library divides that data over the workers.
+    def is_divided(self, cursor: Any) -> bool:
+        """Return True if a cursor reads the registered data, and the library divides that data over the workers.
 
-        The position in the stream is then valid for any number of workers. A subclass may also return True for a stream
+        The position in the cursor is then valid for any number of workers. A subclass may also return True for a cursor
         over data that the user passed to a call.
         """
-        return stream is self.train_stream and has_divided_source(stream)
+        return cursor is self.train_cursor and has_divided_source(cursor)
 
     def break_off(self) -> None:
-        """In each training stream, discard an interrupted step, so that the batches of this step are yielded again."""
-        for stream in (self.train_stream, self._of_call[1]):
-            if stream is not None:
-                stream.break_off()
+        """In each training cursor, discard an interrupted step, so that the batches of this step are yielded again."""
+        for cursor in (self.train_cursor, self._of_call[1]):
+            if cursor is not None:
+                cursor.break_off()
 
     @property
     def order_obstacle(self) -> str | None:
@@ -270,28 +270,28 @@ class DataFeed(ABC):
             self.take_share("train", request, share)
             self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
 
-    def place_of_call(self, stream: Any) -> DataPosition | None:
+    def place_of_call(self, cursor: Any) -> DataPosition | None:
         """Return the position at which a call stopped in the data that the user passed to it.
 
         Return None at the end of a pass, for registered data, or if the position is unknown.
         """
-        if stream is self.train_stream or not has_divided_source(stream):
+        if cursor is self.train_cursor or not has_divided_source(cursor):
             return None
-        if not stream.is_mid_pass:
+        if not cursor.is_mid_pass:
             return None
-        consumed = stream.completed
-        return DataPosition(stream.pass_index, consumed, stream.source.state(consumed, True))
+        consumed = cursor.completed
+        return DataPosition(cursor.pass_index, consumed, cursor.source.state(consumed, True))
 
     def begin_pass(self) -> int:
         """Count a new pass over the training data, and return the index of the pass."""
         self.epoch += 1
         return self.epoch - 1
 
-    def pass_index(self, stream: Any) -> int:
-        """Return the index of the pass over the data to which the next batch of this stream belongs."""
-        if stream is not self.train_stream:
+    def pass_index(self, cursor: Any) -> int:
+        """Return the index of the pass over the data to which the next batch of this cursor belongs."""
+        if cursor is not self.train_cursor:
             return self.epoch - 1
-        index: int = stream.pass_index if stream.is_mid_pass else self.epoch
+        index: int = cursor.pass_index if cursor.is_mid_pass else self.epoch
         return index
 
     def position(self) -> dict[str, Any] | None:
@@ -300,18 +300,18 @@ class DataFeed(ABC):
         If the library does not divide the data over the workers, the position inside a pass is unknown, and the dict
         says so under "is_unknown". Return None between two passes over such data, and before the first pass.
         """
-        stream = self.train_stream
-        if stream is None:
+        cursor = self.train_cursor
+        if cursor is None:
             return dict(self._to_resume) if self._to_resume else None
-        is_mid_pass = stream.is_mid_pass
-        if not self.is_divided(stream):
-            return {"is_unknown": True, "pass_index": stream.pass_index} if is_mid_pass else None
-        consumed = stream.completed if is_mid_pass else 0
+        is_mid_pass = cursor.is_mid_pass
+        if not self.is_divided(cursor):
+            return {"is_unknown": True, "pass_index": cursor.pass_index} if is_mid_pass else None
+        consumed = cursor.completed if is_mid_pass else 0
         return {
-            "pass_index": stream.pass_index,
+            "pass_index": cursor.pass_index,
             "consumed": consumed,
             "is_mid_pass": is_mid_pass,  # True when the pass has started, even before its first step is completed
-            **stream.source.state(consumed, is_mid_pass),
+            **cursor.source.state(consumed, is_mid_pass),
         }
 
     def check_position(self, position: Mapping[str, Any] | None) -> None:
@@ -334,12 +334,12 @@ class DataFeed(ABC):
         self.epoch, self._to_resume = epoch, position
 
     def close(self) -> None:
-        """Discard the streams of batches and their iterators over data."""
-        self.train_stream = None
+        """Discard the cursors and their iterators over data."""
+        self.train_cursor = None
         self._of_call = None, None
         self._left_to_validate = None
 
-    def _resume(self, stream: Any) -> None:
+    def _resume(self, cursor: Any) -> None:
         position = self._to_resume
         if position and position.get("is_unknown"):
             logger.warning(
@@ -347,10 +347,10 @@ class DataFeed(ABC):
                 "unknown; reading the data from the beginning",
                 position["pass_index"],
             )
-        elif position and has_divided_source(stream) and stream.source.load_state(position) and position["is_mid_pass"]:
-            stream.resume(position["pass_index"], position["consumed"])
+        elif position and has_divided_source(cursor) and cursor.source.load_state(position) and position["is_mid_pass"]:
+            cursor.resume(position["pass_index"], position["consumed"])
 
 
-def has_divided_source(stream: Any) -> bool:
-    """Return True if the library divides the data of this stream over the workers."""
-    return getattr(getattr(stream, "source", None), "is_divided", False)
+def has_divided_source(cursor: Any) -> bool:
+    """Return True if the library divides the data of this cursor over the workers."""
+    return getattr(getattr(cursor, "source", None), "is_divided", False)
