@@ -6,7 +6,7 @@ Each optimizer step runs one all-reduce for all its dense gradients. Sparse grad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,6 @@ class ExchangeRecord:
             exception, the step ends before any weight has changed.
         num_completed: Number of completed exchanges.
         num_per_step: Number of exchanges in a step of a Keras loop.
-        ledger: Object to which the start and end of each exchange is reported. None before the first training call.
     """
 
     def __init__(self, group: Group) -> None:
@@ -45,8 +44,7 @@ class ExchangeRecord:
         self.before_exchange: Callable[[], None] | None = None
         self.num_completed = 0
         self.num_per_step = 1
-        self.ledger: Ledger | None = None
-        self._is_measuring = False
+        self._ledger, self._is_measuring = Ledger(), False
         self._num_samples = 0.0  # samples that this rank contributed to all-reduces in the call
         self._error: BaseException | None = None
 
@@ -61,7 +59,7 @@ class ExchangeRecord:
         Args:
             ledger: Object to which the start and end of each exchange is reported, from now on.
         """
-        self.ledger, self._is_measuring = ledger, True
+        self._ledger, self._is_measuring = ledger, True
         ledger.begin_own_work()
         try:
             yield
@@ -80,15 +78,10 @@ class ExchangeRecord:
         Args:
             num_samples: Number of samples that this rank contributes.
         """
-        ledger, is_measured = self.ledger, self._is_measuring
-        if ledger is not None and is_measured:
-            ledger.end_own_work()
-        with nullcontext() if ledger is None else ledger.exchanging(self.group):
+        with self._ledger.exchanging(self.group):
             yield
         self.num_completed += 1
-        if ledger is not None and is_measured:
-            self._num_samples += num_samples
-            ledger.begin_own_work()
+        self._num_samples += num_samples if self._is_measuring else 0.0
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:

@@ -115,7 +115,7 @@ class TorchHostedOperator(HostedOperator):
         self._check_data()
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
-        undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
+        undo = make_undo(self.operator, self.parallel, copies, world)
         self.parts = TorchParts(self.operator, self.parallel.sync, self.feed, undo)
         self.internals.gradients.watch_last()
         self.parallel.attach(self.internals.registered.wrapped)

@@ -29,7 +29,6 @@ from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.torch.step.steps import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
-from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.step_loop import StepParts, StepRules
 
@@ -216,9 +215,7 @@ class TorchParts(StepParts):
             )
 
 
-def make_undo(
-    operator: TrainingOperator, parallel: Strategy, undo: bool | None, world: World, ledger: Ledger | None = None
-) -> Undo:
+def make_undo(operator: TrainingOperator, parallel: Strategy, undo: bool | None, world: World) -> Undo:
     """Create the object that undoes an operator's interrupted steps.
 
     Args:
@@ -226,7 +223,6 @@ def make_undo(
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
         undo: The user's option `Recovery(undo=...)`, or False with `Recovery(in_place=False)`.
         world: Rank of this worker, and the number of workers on its machine.
-        ledger: Measures the time that copying takes.
     """
     internals = operator._raysgd
     registered, precision, callbacks = internals.registered, internals.precision, internals.callbacks
@@ -254,7 +250,6 @@ def make_undo(
         lambda: callbacks.changed_by_steps,
         mode=mode,
         keeps_gradients=own != "buffers",
-        ledger=ledger,
         unchanging=unchanging,
     )
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES, BatchPlan
+from raysgd.core.numbers.time_spent import UNDO
 from raysgd.torch.parallel.peer_metrics import Share
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
@@ -36,7 +37,7 @@ class Leg:
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
         record: What has happened since the last commit, perhaps between two calls.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
-        ledger: Measures the time spent in communication.
+        ledger: Measures the time spent in communication and on copies.
         open: Function that is called before each batch, for example to let the all-reduce of its gradients wait for a
             later batch. None if there is nothing to do.
         check: Function that is called when a step has ended, and raises if the step is invalid. None for no check.
@@ -50,7 +51,7 @@ class Leg:
         scale: How the running backward pass is weighted, or one that user code runs by itself.
         record: What has happened since the last commit.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
-        ledger: Measures the time spent in communication.
+        ledger: Measures the time spent in communication and on copies.
         batch: What has happened to the batch that the training code requested last.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
@@ -112,7 +113,7 @@ class Leg:
         if self._open is not None:
             self._open(plan)
         if self.undo is not None and plan.starts_step:
-            self.record.begin(self.undo.save())
+            self.record.begin(self.undo.save(self.ledger.inside(UNDO)))
         if self._num_waiting and not self._weighs_like(plan):
             raise self._drawn_too_early(plan)
         waits = rules.has_several or rules.averages

@@ -13,18 +13,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from raysgd.core.numbers.time_spent import UNDO
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.parallel.object_copies import ObjectCopies
 from raysgd.torch.parallel.record import Saved, StepRecord
 from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
-from raysgd.trainer.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 Mode = Literal["never", "off", "buffers", "learn", "all"]
@@ -93,7 +92,6 @@ class Undo:
             steps.
         mode: See the attribute.
         keeps_gradients: True if a later step may use a batch's gradients.
-        ledger: Measures the time that copying takes.
         unchanging: IDs of parameters that no batch changes. They are not copied. The caller may remove IDs later.
 
     Attributes:
@@ -114,12 +112,11 @@ class Undo:
         *,
         mode: Mode,
         keeps_gradients: bool = False,
-        ledger: Ledger | None = None,
         unchanging: Collection[int] = (),
     ) -> None:
         self._unchanging = unchanging
         self._models, self._optimizers, self._others, self._followers = models, optimizers, others, followers
-        self.mode, self._ledger = mode, ledger or Ledger()
+        self.mode = mode
         self._copies = TensorCopies()
         self._watched: _Watched | None = None  # None if a failure restarts the call instead of repeating the batch
         self._has_warned = False
@@ -173,10 +170,13 @@ class Undo:
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
-    def save(self) -> Saved:
+    def save(self, copying: AbstractContextManager[None]) -> Saved:
         """Copy the state that the batch may change, before the batch begins.
 
         If there is not enough memory, log a warning and call `switch_off`.
+
+        Args:
+            copying: Context in which to copy, such as one that measures the time. Not used if nothing is copied.
         """
         waiting, watched = self.waiting_parameters(), self._watched
         saved = Saved(waiting)
@@ -187,9 +187,9 @@ class Undo:
         if not (copies_all or learns or watched.buffers or watched.moving):
             self._copies = TensorCopies()
             return saved
-        before = self._ledger.enter(UNDO)
         try:
-            self._take(saved, watched, copies_all)
+            with copying:
+                self._take(saved, watched, copies_all)
         except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if it cannot allocate memory
             logger.warning(
                 "not enough memory to copy the state that a batch may change, so this worker stops copying. If a "
@@ -198,8 +198,6 @@ class Undo:
             )
             self._copies, saved = TensorCopies(), Saved(waiting)
             self.switch_off()
-        finally:
-            self._ledger.enter(before)
         return saved
 
     def _take(self, saved: Saved, watched: _Watched, copies_all: bool) -> None:

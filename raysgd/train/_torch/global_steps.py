@@ -15,6 +15,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -330,7 +331,7 @@ class GlobalSteps:
             self._undo.open_call()
         self._digests = None
         self._record = StepRecord()
-        self._record.begin(self._undo.save())
+        self._record.begin(self._undo.save(nullcontext()))
 
     def close_batch(self, mark: BatchStart) -> str:
         """End the batch that started at `mark`, and return its outcome.

@@ -98,6 +98,15 @@ class Ledger:
             self._since = now
             return before
 
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Assign the time of the block to the bin `name`, and the time after the block to the bin from before."""
+        before = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
     def _move(self, source: str, target: str, seconds: float | None = None) -> None:
         with self._lock:
             moved = self._seconds[source] if seconds is None else min(seconds, self._seconds[source])
@@ -181,6 +190,8 @@ class Ledger:
     def exchanging(self, group: Any) -> AbstractContextManager[None]:
         """Return a context manager that counts the time of its block as communication with the other ranks.
 
+        The block is no own work of this rank, which goes on afterward if it was running before.
+
         Args:
             group: Communication group of the ranks. Its attribute `waited_s` counts the seconds that this rank has
                 waited for other ranks.
@@ -252,22 +263,17 @@ class Ledger:
 
         The steps before the copy count as saved from then on.
         """
-        before = self.enter(SNAPSHOT)
-        try:
+        with self.inside(SNAPSHOT):
             yield
-        finally:
-            self.enter(before)
         self._saved_s = self._seconds[USEFUL]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside the block, measure the time of a call to `validate` or `predict`."""
         self.begin_call()
-        self.enter(EVALUATION)
-        try:
+        self.enter(DRIVER)
+        with self.inside(EVALUATION):
             yield
-        finally:
-            self.enter(DRIVER)
 
     # ------------------------------------------------------------------------------------------------ readings
 
@@ -292,17 +298,21 @@ class Ledger:
 class _Exchange(AbstractContextManager[None]):
     """Context manager that `Ledger.exchanging` returns. It is a class, because a generator would take twice as long."""
 
-    __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
+    __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger", "_was_own_work")
 
     def __init__(self, ledger: Ledger, group: Any) -> None:
         self._ledger, self._group = ledger, group
 
     def __enter__(self) -> None:
-        self._before_s = self._group.waited_s
+        self._before_s, self._was_own_work = self._group.waited_s, self._ledger._own_since > 0
+        self._ledger.end_own_work()
         self._is_of_step = self._ledger.begin_exchange()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_of_step and error is None:
-            self._ledger.end_exchange(self._group.waited_s - self._before_s)
+        if error is None:
+            if self._is_of_step:
+                self._ledger.end_exchange(self._group.waited_s - self._before_s)
+            if self._was_own_work:
+                self._ledger.begin_own_work()

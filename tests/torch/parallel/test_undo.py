@@ -20,7 +20,7 @@ from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import tensor_copies
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.undo import Mode, Undo
-from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 
 
 class Steps:
@@ -80,9 +80,8 @@ class Program(Steps):
         self.optimizer = make([each for each in self.model.parameters() if each.requires_grad])
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.followers: list[Any] = []
-        self.ledger = Ledger()
         parts = [self.model], [self.optimizer], [self.scheduler], lambda: self.followers
-        undo = Undo(*parts, mode=mode, keeps_gradients=keeps_gradients, ledger=self.ledger)
+        undo = Undo(*parts, mode=mode, keeps_gradients=keeps_gradients)
         super().__init__(undo, [self.optimizer])
 
     def backward(self) -> None:
@@ -469,7 +468,7 @@ def test_nothing_is_copied_where_no_batch_would_be_repeated(is_used: bool) -> No
     program.undo.open_call(is_used)
     program.begin()
     assert not program.can_restore(has_broken=True)
-    assert not program.ledger.reading().seconds[UNDO]
+    assert not program.leg.ledger.reading().seconds[UNDO]
     program.end()
     assert program.can_restore(has_broken=False), "between two batches"
 
@@ -477,7 +476,7 @@ def test_nothing_is_copied_where_no_batch_would_be_repeated(is_used: bool) -> No
 def test_the_time_of_copies_is_booked() -> None:
     program = Program()
     program.begin()
-    assert program.ledger.reading().seconds[UNDO] > 0
+    assert program.leg.ledger.reading().seconds[UNDO] > 0
 
 
 def test_without_memory_for_a_copy_training_goes_on_and_nothing_counts_as_copied(
@@ -489,7 +488,7 @@ def test_without_memory_for_a_copy_training_goes_on_and_nothing_counts_as_copied
     kept, weight.data = weight.data, torch.zeros(1, 1).expand(2**30, 2**30)
     program.begin()
     assert "not enough memory to copy" in caplog.text
-    assert program.ledger.enter(START_UP) == START_UP
+    assert program.leg.ledger.enter(START_UP) == START_UP
     assert not program.can_restore(has_broken=True)
     weight.data = kept
     program.step()
