@@ -75,6 +75,9 @@ LEAVES = {
     "trials": Leaf(
         ("raysgd/tune", "raysgd/train/_tune.py", "raysgd/torch/torch_trainable.py", "raysgd/tf/tf_trainable.py")
     ),
+    "detached": Leaf(
+        ("raysgd/detached", "raysgd/trainer/driver/kept_trainer.py"), words=("detached", "Detached", "keeper")
+    ),
     "RaySGD v2": Leaf(("raysgd/v2",)),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,53 +63,42 @@ def start(
     detached: str | Detached,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    *,
-    is_lasting: bool = False,
-    settle: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda kwargs: kwargs,
 ) -> DetachedTrainer:
     """Start an actor process, create a trainer in it, and return a handle to the detached trainer.
 
     Args:
-        trainer_cls: The class of the trainer.
+        trainer_cls: The class of the trainer, a `Detachable`.
         detached: The user's argument `detached`: a name, or a `Detached`.
         args: The user's positional arguments for the trainer.
         kwargs: The user's keyword arguments for the trainer.
-        is_lasting: True if the trainer's workers continue when the trainer's process dies. Ray then restarts the
-            process.
-        settle: Returns the keyword arguments with defaults that depend on the cluster, once Ray is connected.
 
     Raises:
         ValueError: The name is invalid or in use, or an argument of the trainer is invalid.
         UnpicklableError: An argument of the trainer cannot be pickled. Nothing was started.
         RuntimeError: There is no Ray cluster that outlives this program. Nothing was started.
     """
-    settings = Detached.of(detached)
+    settings = detached if isinstance(detached, Detached) else Detached(detached)
     if kwargs.get("use_local"):
         raise ValueError(
             "`use_local=True` runs a worker in this program, and `detached` is for trainers that outlive it."
         )
     packed = packed_arguments(trainer_cls.__name__, (trainer_cls, *args), kwargs)
     connect()
-    if (settled := settle(kwargs)) is not kwargs:
+    if (settled := trainer_cls._settle(kwargs)) is not kwargs:
         packed = packed_arguments(trainer_cls.__name__, (trainer_cls, *args), settled)
-    _make_room(settings)
+    if not settings.replace:
+        _check_free(settings.name)
+    elif (running := find(settings.name)) is not None:
+        _stop(settings.name, running)
     try:
-        actor = _new_actor(settings, is_lasting)
-    except ValueError:  # another program may have taken the name since `_make_room` checked it
+        actor = _new_actor(settings, trainer_cls._outlives_its_process(kwargs))
+    except ValueError:  # another program may have taken the name since the check
         _check_free(settings.name)
         raise
     handle = DetachedTrainer(settings.name, actor)
     with OnFailure(handle.shutdown):
         handle._run("start", trainer_cls.__name__, packed)
     return handle
-
-
-def _make_room(settings: Detached) -> None:
-    """Check that no detached trainer has the requested name. With `replace=True`, end the trainer that has it."""
-    if not settings.replace:
-        _check_free(settings.name)
-    elif (running := find(settings.name)) is not None:
-        _stop(settings.name, running)
 
 
 def _check_free(name: str) -> None:

@@ -97,11 +97,6 @@ class Detached:
         if self.keep_alive_s is not None:
             checks.check_seconds("keep_alive_s", self.keep_alive_s, may_be_least=False)
 
-    @classmethod
-    def of(cls, detached: str | Detached) -> Detached:
-        """Return the settings for the user's argument `detached`, which is either a trainer's name or a `Detached`."""
-        return detached if isinstance(detached, Detached) else cls(detached)
-
 
 @dataclass(frozen=True)
 class RemoteIterator:

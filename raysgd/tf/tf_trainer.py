@@ -11,7 +11,6 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -20,8 +19,6 @@ from raysgd.core import arguments as checks
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.text.printable import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames
-from raysgd.detached.cluster import start
-from raysgd.detached.protocol import Detached
 from raysgd.storage import files
 from raysgd.tf.checkpoints import checkpoint_file, serializing
 from raysgd.tf.creator_operator import CreatorOperator
@@ -38,6 +35,9 @@ from raysgd.trainer.driver.trainer import ClassTrainer
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.state.replica_state import RESUME
 from raysgd.utils import BATCH_SIZE
+
+if TYPE_CHECKING:
+    from raysgd.detached.protocol import Detached
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +161,6 @@ class TFTrainer(ClassTrainer[OperatorT]):
         self.model_creator, self.data_creator = model_creator, data_creator
         has_chosen = split_batches is not None
         super().__init__(group, settings, TFFramework(group, settings), has_chosen_batches=has_chosen)
-
-    if not TYPE_CHECKING:  # type checkers use the signature of `__init__`
-
-        @wraps(__init__, assigned=())  # keeps the signature of `__init__`
-        def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Create a trainer or, with `detached`, start one that outlives this program and return its handle."""
-            return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
         """Create the operators in all workers again, like `reset_config`, but with new creator functions and config."""

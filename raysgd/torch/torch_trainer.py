@@ -18,8 +18,6 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
 from raysgd.core.text.tracebacks import hide_library_frames
-from raysgd.detached.cluster import start
-from raysgd.detached.protocol import Detached
 from raysgd.exceptions import RemovedNameError
 from raysgd.storage import files
 from raysgd.torch.checkpoints import divided_state
@@ -38,6 +36,9 @@ from raysgd.trainer.configuration.settings import GroupSettings, chosen
 from raysgd.trainer.driver.trainer import ClassTrainer, show_options
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.state.replica_state import RESUME
+
+if TYPE_CHECKING:
+    from raysgd.detached.protocol import Detached
 
 
 @hide_library_frames
@@ -240,17 +241,17 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     if not TYPE_CHECKING:  # type checkers should see only `__init__` with its typed arguments
 
         @wraps(__init__, assigned=())  # `inspect.signature` then shows the arguments of `__init__`
-        def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Create a trainer. With `detached`, create a trainer that outlives this program, and return a handle."""
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            """Create a trainer or the handle of a detached one, as `Detachable` does."""
             # Check here, because Python raises its own TypeError instead of running `__init__` if
             # `training_operator_cls` is missing.
             if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
                 arguments.refuse_other_name(kwargs)
                 arguments.take_creators(kwargs)
-            if detached is None:
-                return super().__new__(cls)
-            is_lasting = arguments.outlives_its_process(kwargs)
-            return start(cls, detached, args, kwargs, is_lasting=is_lasting, settle=arguments.settle_gpus)
+            return super().__new__(cls, *args, **kwargs)
+
+    _outlives_its_process = staticmethod(arguments.outlives_its_process)
+    _settle = staticmethod(arguments.settle_gpus)
 
     def _divide(self, options: BatchOptions) -> BatchOptions:
         """Return the options for splitting a global batch, the batch of one step of all workers, among the workers.

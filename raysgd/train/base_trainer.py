@@ -24,8 +24,6 @@ from raysgd.air.trial import TrialFolder, new_trial_folder
 from raysgd.core.arguments import did_you_mean, refuse_unknown
 from raysgd.core.text.secrets import masked
 from raysgd.core.text.tracebacks import hide_library_frames
-from raysgd.detached.cluster import start
-from raysgd.detached.protocol import Detached
 from raysgd.exceptions import TrainingFailedError
 from raysgd.storage import Folder
 from raysgd.train.backend import BackendConfig
@@ -33,9 +31,11 @@ from raysgd.train.fit import restore as restoring
 from raysgd.train.fit.data import check_datasets, check_preprocessor, prepared
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitJob, FitRun
+from raysgd.trainer.driver.detachable import Detachable
 
 if TYPE_CHECKING:
     from raysgd.air.result import Result
+    from raysgd.detached.protocol import Detached
 
 __all__ = ["BaseTrainer", "GenDataset", "TrainingFailedError"]
 
@@ -55,7 +55,7 @@ GenDataset = Callable[[], Any] | Any
 
 
 @hide_library_frames
-class BaseTrainer(ABC):
+class BaseTrainer(Detachable, ABC):
     """A trainer whose `fit` runs `training_loop` once, in one worker.
 
     Override `training_loop`, and `setup` if you need to prepare something before it. Both can use `self.datasets`,
@@ -91,16 +91,15 @@ class BaseTrainer(ABC):
 
     if not TYPE_CHECKING:  # type checkers read the arguments and the returned class from `__init__`
 
-        def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             """Create a trainer and remember its arguments, for `restore` and for trials of Ray Tune.
 
             With `detached`, return the handle of a trainer that outlives this program.
             """
-            if detached is not None:
-                return start(cls, detached, args, kwargs)
-            trainer = super().__new__(cls)
-            names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
-            trainer._arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            trainer = super().__new__(cls, *args, **kwargs)
+            if isinstance(trainer, cls):
+                names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+                trainer._arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             return trainer
 
     def __init__(
@@ -128,7 +127,7 @@ class BaseTrainer(ABC):
 
     # ---------------------------------------------------------------------------------------------- methods to override
 
-    def setup(self) -> None:  # noqa: B027 - it may stay empty
+    def setup(self) -> None:
         """Called before the datasets are prepared and the loop starts. Does nothing by default.
 
         It runs in the worker of the loop, or in the driver for a `DataParallelTrainer`.
@@ -242,7 +241,7 @@ class BaseTrainer(ABC):
         check_allowed(self.scaling_config, self._scaling_config_allowed_keys, type(self).__name__)
         check_is_left_to_function(self.run_config)
 
-    def _settle_gpus(self) -> None:  # noqa: B027 - only workers of a `DataParallelTrainer` get GPUs this way
+    def _settle_gpus(self) -> None:
         """Replace `use_gpu="auto"` in the scaling config by what the GPUs of the cluster allow."""
 
     def _train(self) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import DatasetConfig, RunConfig, ScalingConfig, checked_config
 from raysgd.core.arguments import refuse_unknown
-from raysgd.detached.protocol import Detached
 from raysgd.train._workers import check_elastic
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.base_trainer import BaseTrainer, TrainerType
@@ -25,6 +24,8 @@ from raysgd.train.utils import without_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from raysgd.detached.protocol import Detached
 
 __all__ = ["DataParallelTrainer", "HorovodTrainer", "TensorflowTrainer", "TorchTrainer"]
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -28,8 +28,6 @@ from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.files import check_path
 from raysgd.core.synonyms import callback_instead_of
 from raysgd.core.text.tracebacks import hide_library_frames
-from raysgd.detached.cluster import start as start_detached
-from raysgd.detached.protocol import Detached
 from raysgd.exceptions import InactiveWorkerGroupError, OnFailure
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import is_uri
@@ -51,7 +49,11 @@ from raysgd.train.executor import CallableFlag, RunPlan, restarts_allowed
 from raysgd.train.utils import construct_path, without_arguments
 from raysgd.train.worker_group import WorkerHandle
 from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.driver.detachable import Detachable
 from raysgd.trainer.driver.leaving import Leaving
+
+if TYPE_CHECKING:
+    from raysgd.detached.protocol import Detached
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ _OBSTACLE = (
 
 
 @hide_library_frames
-class Trainer:
+class Trainer(Detachable):
     """Runs training functions on several workers, which stay alive from `start` to `shutdown`.
 
     Args:
@@ -177,13 +179,6 @@ class Trainer:
         self.logdir: Path | Folder = self.create_logdir(logdir)
         self.latest_run_dir: Path | Folder | None = None
         self._num_runs = 0
-
-    if not TYPE_CHECKING:  # type checkers read the arguments and the returned class from `__init__`
-
-        @wraps(__init__, assigned=())  # keeps the signature of `__init__`
-        def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Return a trainer or, with `detached`, the handle of a trainer that outlives this program."""
-            return super().__new__(cls) if detached is None else start_detached(cls, detached, args, kwargs)
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
         """Start the workers and connect them.

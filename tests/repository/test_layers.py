@@ -33,7 +33,7 @@ STANDS_ON = {
     "testing": "core exceptions storage",
     "callbacks": "_version air core exceptions storage",
     "journal": "_version callbacks core",
-    "trainer": "callbacks core exceptions journal storage",
+    "trainer": "callbacks core detached exceptions journal storage",
     "tf": "compat core detached exceptions storage streams trainer utils",
     "torch": "callbacks compat core detached exceptions storage streams trainer utils",
     "replay": "callbacks core journal storage streams torch trainer",
@@ -132,7 +132,7 @@ INSIDE = {
     ),
     "trainer": ("configuration", "messages", "driver worker"),
     "trainer.driver": (
-        "background_calls changes leaving listeners saving shared_data tune_trial",
+        "background_calls changes detachable leaving listeners saving shared_data tune_trial",
         "life",
         "calls kept_trainer live_changes predicting",
         "fit_epoch fit_steps",

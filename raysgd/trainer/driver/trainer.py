@@ -41,8 +41,8 @@ from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
 from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
 from raysgd.trainer.driver.changes import ReadOnlyConfig
+from raysgd.trainer.driver.detachable import Detachable
 from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
-from raysgd.trainer.driver.kept_trainer import KeptTrainer
 from raysgd.trainer.driver.life import Framework, NoteProgress, TrainerLife
 from raysgd.trainer.driver.live_changes import LiveChanges
 from raysgd.trainer.driver.predicting import PredictionRounds, usual_batch_size
@@ -51,6 +51,8 @@ from raysgd.trainer.messages.prediction_data import BatchRequest
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
+
+    from raysgd.trainer.driver.kept_trainer import KeptTrainer
 
     AnyOperatorT = TypeVar("AnyOperatorT", default=Any)
 else:
@@ -63,7 +65,7 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer[Any]")
 
 
 @hide_library_frames
-class ClassTrainer(ABC, Generic[AnyOperatorT]):
+class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
     """Base class of the trainers, which control training operators in several workers from the driver process.
 
     Each worker has a replica: an object that holds the worker's training operator in its attribute `operator`.
@@ -106,6 +108,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             keeper: Counts the trainer's calls that change the training state.
             note_fit: Function that stores the progress of `fit`.
         """
+        from raysgd.trainer.driver.kept_trainer import KeptTrainer  # imported here: only detached trainers need it
+
         self._life.note_fit = note_fit
         return KeptTrainer(self._life, keeper)
 
