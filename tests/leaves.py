@@ -1,7 +1,8 @@
 """Takes one leaf of the library away at a time, and runs the tests of the rest.
 
 python -m tests.leaves                 # all leaves of the list
-python -m tests.leaves replay ordered  # only these
+python -m tests.leaves replay journal  # only these
+python -m tests.leaves --together "chaos kit" doctor  # one run of the tests, without all of these
 python -m tests.leaves --list
 
 A leaf is a capability that the rest of the library can do without. Its files are deleted in a copy of the repository,
@@ -148,13 +149,13 @@ def without_names(folder: Path, modules: Collection[str]) -> set[str]:
     return gone
 
 
-def take(folder: Path, leaf: Leaf) -> set[str]:
-    """Delete a leaf and what belongs to it, and return the words for what is gone.
+def take(folder: Path, chosen: Collection[str]) -> set[str]:
+    """Delete leaves and what belongs to them, and return the words for what is gone.
 
     Raises:
-        ValueError: The rest imports it when it is imported.
+        ValueError: The rest imports one of them when it is imported.
     """
-    leaves = [leaf, *(LEAVES[name] for name in leaf.carries)]
+    leaves = [LEAVES[name] for name in dict.fromkeys(each for name in chosen for each in (name, *LEAVES[name].carries))]
     modules = set()
     for path in (folder / place for each in leaves for place in each.paths):
         modules |= {module_of(each, folder) for each in modules_at(path)}
@@ -209,8 +210,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in {*left_out}]
 
 
-def is_leaf(name: str, processes: int) -> bool:
-    """Take a leaf away in a copy of the repository and run the tests of the rest. Print what was wrong."""
+def are_leaves(chosen: Collection[str], processes: int) -> bool:
+    """Take leaves away in a copy of the repository and run the tests of the rest. Print what was wrong."""
+    name = ", ".join(chosen)
     with tempfile.TemporaryDirectory(prefix="raysgd-leaf-") as place:
         folder = Path(place, "raysgd")
         files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -218,7 +220,7 @@ def is_leaf(name: str, processes: int) -> bool:
             (folder / each).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / each, folder / each, follow_symlinks=False)
         try:
-            words = take(folder, LEAVES[name])
+            words = take(folder, chosen)
         except ValueError as error:
             print(f"{name}: no leaf\n{error}")
             return False
@@ -242,11 +244,14 @@ def is_leaf(name: str, processes: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.leaves", description=__doc__.partition("\n")[0])
     parser.add_argument("leaves", nargs="*", metavar="LEAF", help=f"one of {', '.join(LEAVES)}; default: all")
+    parser.add_argument("--together", action="store_true", help="delete all of them, and run the tests once")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     if unknown := {*arguments.leaves} - LEAVES.keys():
         parser.error(f"no leaf: {', '.join(sorted(unknown))}. There are {', '.join(LEAVES)}.")
-    right = [is_leaf(name, arguments.processes) for name in arguments.leaves or LEAVES]
+    chosen = arguments.leaves or list(LEAVES)
+    groups = [chosen] if arguments.together else [[name] for name in chosen]
+    right = [are_leaves(group, arguments.processes) for group in groups]
     sys.exit(not all(right))
 
 
