@@ -1,6 +1,6 @@
 """Calls that run while the program goes on: their order, their handles, and what ends them.
 
-Covers `raysgd.trainer.driver.background_calls`.
+Covers `raysgd.trainer.driver.life`.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ class TrainerCalls:
                 "`dataset`."
             )
         if not self.validates_beside:
-            return self.life.background.begin(work)
+            return self.life.begin_in_background(work)
         return self.begin_validation(options, dataset, reduce_results)
 
     def validate(
@@ -410,7 +410,7 @@ class TrainerCalls:
             add(*call) if note is None else note(add, *call)
             return result
 
-        return life.background.begin(take_state, evaluate)
+        return life.begin_in_background(take_state, evaluate)
 
     def begin_on_spare(
         self,

@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.callbacks.sidecar import Sidecar
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.cluster.program_end import end_with
 from raysgd.core.cluster.ray_cluster import draining_nodes
+from raysgd.core.cluster.ray_session import run_into
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.lifecycle import ElasticRules
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.call import Call, CallHandle
 from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec
 from raysgd.core.engine.shared.types import Heartbeat
@@ -33,10 +35,11 @@ from raysgd.core.history.gauges import Gauges
 from raysgd.core.history.history import CallRecorder, Kind
 from raysgd.core.history.status import TrainerStatus, ask_status, glance
 from raysgd.core.text.log_lines import Once
+from raysgd.core.text.tracebacks import hide_library_frames
+from raysgd.exceptions import OnFailure
 from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
-from raysgd.trainer.driver.background_calls import BackgroundCalls
 from raysgd.trainer.driver.changes import naming_config_entries
 from raysgd.trainer.driver.leaving import answer_signal
 from raysgd.trainer.driver.listeners import ProgressListeners
@@ -212,6 +215,84 @@ class Framework(ABC):
         """
 
 
+T = TypeVar("T")
+
+
+@hide_library_frames
+class BackgroundCall(CallHandle[T]):
+    """A handle to a trainer's call that runs in a background thread.
+
+    Args:
+        future: Receives the call's result or error.
+        interrupt: Interrupts the call as Ctrl-C would. Called from a thread other than the one that runs the call.
+    """
+
+    def __init__(self, future: Future[T], interrupt: Callable[[], None]) -> None:
+        self._future, self._interrupt = future, interrupt
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the call and return its result. Ctrl-C during the wait interrupts the call.
+
+        Args:
+            timeout: Seconds to wait. None waits until the call finishes.
+
+        Raises:
+            TimeoutError: The call is still running. It is not interrupted.
+            TrainerShutdownError: The trainer was shut down, or its Ray session ended, before the call finished.
+            Exception: The error that the call raised.
+        """
+        try:
+            wait([self._future], timeout)
+        except KeyboardInterrupt:
+            self._interrupt()
+            wait([self._future])
+            raise
+        if not self._future.done():
+            raise TimeoutError(f"The call is still running after `timeout={timeout!r}` seconds. It continues.")
+        return self._future.result()
+
+
+def begin_in_background(
+    controller: ElasticController,
+    at_once: bool,
+    work: Callable[[], Any],
+    rest: Callable[[Any, Callable[[], None]], Any] | None = None,
+) -> CallHandle[Any]:
+    """Start a call in a background thread and return its handle. Later calls to the trainer wait for this call.
+
+    Background calls run one after the other, in the order in which they were started.
+
+    Args:
+        controller: Runs the call on the workers.
+        at_once: True to run the call now, without a background thread. Needed if the driver is a worker.
+        work: Runs the call on the workers. If `rest` is given, later calls wait only for `work`.
+        rest: Finishes the call on a spare worker while later calls use the training workers. Takes the result of
+            `work` and a function that raises `KeyboardInterrupt` if the call was interrupted.
+
+    Raises:
+        TrainerShutdownError: The trainer was shut down.
+        ValueError: This thread is inside a block of `Turns.closed`.
+    """
+    turns = controller.turns
+    place = turns.reserve()
+
+    def run() -> Any:
+        with turns.take_turn(place):
+            begun = work()
+        return begun if rest is None else rest(begun, place.check_wanted)
+
+    if at_once:
+        future = Future[Any]()
+        run_into(future, run)
+    else:
+        with OnFailure(partial(turns.give_up, place)):
+            future = controller.threads.start(run, "raysgd-call")
+    return BackgroundCall(future, partial(turns.interrupt_call, place))
+
+
 class Figures:
     """Figures of one trainer, for users and for Ray's metrics: its throughput, and how the workers spend their time.
 
@@ -238,10 +319,8 @@ class Figures:
 
         Do nothing if this was done less than a second ago and no worker was lost or added since then.
         """
-        self._gauges.report(len(self._controller.history.events), self._glance)
-
-    def _glance(self) -> TrainerStatus:
-        return self._with_ledger(glance(self._controller, self.heartbeats, self.samples_per_s))
+        now = partial(glance, self._controller, self.heartbeats, self.samples_per_s)
+        self._gauges.report(len(self._controller.history.events), lambda: self._with_ledger(now()))
 
     def status(self) -> TrainerStatus:
         """Request heartbeats from the workers, and return the trainer's status."""
@@ -284,7 +363,7 @@ class TrainerLife:
         controller: Starts, replaces and ends the workers, and runs calls on them.
         listeners: Functions that receive the progress of calls.
         recorder: Adds each call to the trainer's history.
-        background: Runs calls in a background thread.
+        begin_in_background: Starts a call in a background thread; see the function.
         sharing: Divides datasets over the workers according to the current config.
         figures: The trainer's throughput, and how the workers spend their time.
         once: Remembers which warnings have been logged.
@@ -315,7 +394,7 @@ class TrainerLife:
         self.controller = make_controller(group_settings, self.replicas, framework)
         self.listeners = ProgressListeners(self.controller)
         self.recorder = CallRecorder(self.controller.history.events)
-        self.background = BackgroundCalls(self.controller, at_once=group_settings.use_local)
+        self.begin_in_background = partial(begin_in_background, self.controller, group_settings.use_local)
         self.sharing = self.new_sharing()
         self.figures = Figures(self.controller, f"{name}-{id(self):x}", self.used_options())
         self.once = Once()

@@ -217,7 +217,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
             self._life.framework.check_dataset(self._life, dataset, training=True)
         checks.refuse_text(blocking=blocking)
         work = partial(self._calls.train, options, max_retries, dataset, reduce_results)
-        return work() if blocking else self._life.background.begin(work)
+        return work() if blocking else self._life.begin_in_background(work)
 
     def _refuse_inside_fit(self, method: str) -> None:
         epochs = None if self._running_fit is None else self._running_fit()

@@ -13,7 +13,7 @@ from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.engine.controller import PlaceInLine, Turns
 from raysgd.core.engine.lifecycle import Clock
 from raysgd.exceptions import TrainerShutdownError
-from raysgd.trainer.driver.background_calls import BackgroundCalls
+from raysgd.trainer.driver.life import begin_in_background
 
 
 class Lifecycle:
@@ -200,10 +200,9 @@ def test_a_call_whose_thread_cannot_start_holds_up_no_other(line: Line, monkeypa
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    calls = BackgroundCalls(line, at_once=False)  # type: ignore[arg-type]
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
-        calls.begin(lambda: None)
+        begin_in_background(line, False, lambda: None)  # type: ignore[arg-type]
     assert line.turns._line == []
 
 

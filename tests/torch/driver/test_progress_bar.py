@@ -7,7 +7,7 @@ import io
 import pytest
 
 from raysgd.core.numbers.results import CallProgress
-from raysgd.torch.driver.progress_bar import epoch_bar
+from raysgd.torch.driver.framework import epoch_bar
 
 
 class Terminal(io.StringIO):
