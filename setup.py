@@ -51,6 +51,10 @@ setup(
     long_description_content_type="text/markdown",
     packages=sorted({*find_packages(include=["raysgd", "raysgd.*"]), "raysgd.operators", *DATA}),
     package_dir=package_dir(),
-    package_data={"": ["*.css", "*.ini", "mends.txt"], "raysgd": ["py.typed"], **{each: ["*"] for each in DATA}},
+    package_data={
+        "": ["*.css", "*.ini", "*.pyi", "mends.txt"],
+        "raysgd": ["py.typed"],
+        **{each: ["*"] for each in DATA},
+    },
     zip_safe=False,
 )

@@ -13,39 +13,9 @@ link to it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from raysgd.core.imports import lazy_names, require_installed
 
 require_installed("torch", extra="torch", purpose="`raysgd.operators`")
 
-if TYPE_CHECKING:
-    from raysgd.operators.classification import ClassificationOperator
-    from raysgd.operators.gan import GANOperator
-    from raysgd.operators.hugging_face import HuggingFaceOperator
-    from raysgd.operators.packing import collate_packs, pack
-    from raysgd.operators.regression import RegressionOperator
-    from raysgd.operators.segmentation import SegmentationOperator
 
-__all__ = [
-    "ClassificationOperator",
-    "RegressionOperator",
-    "SegmentationOperator",
-    "HuggingFaceOperator",
-    "GANOperator",
-    "collate_packs",
-    "pack",
-]
-
-lazy_names(
-    __name__,
-    {
-        "ClassificationOperator": "raysgd.operators.classification",
-        "GANOperator": "raysgd.operators.gan",
-        "HuggingFaceOperator": "raysgd.operators.hugging_face",
-        "RegressionOperator": "raysgd.operators.regression",
-        "SegmentationOperator": "raysgd.operators.segmentation",
-        "collate_packs": "raysgd.operators.packing",
-        "pack": "raysgd.operators.packing",
-    },
-)
+lazy_names(__name__)

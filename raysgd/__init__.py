@@ -15,78 +15,12 @@ import os
 import sys
 import warnings
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from raysgd._version import __version__
 from raysgd.core.imports import lazy_names
 from raysgd.core.text import log_lines
 
-if TYPE_CHECKING:
-    from raysgd.core.engine.shared.group_events import GroupEvent
-    from raysgd.core.history.history import CallRecord, History
-    from raysgd.core.history.status import TrainerStatus
-    from raysgd.detached.cluster import attach, detached_trainers
-    from raysgd.detached.protocol import Detached
-    from raysgd.exceptions import Preempted
-    from raysgd.tf.tf_trainer import TFTrainer
-    from raysgd.torch.creator_operator import CreatorOperator
-    from raysgd.torch.torch_trainer import TorchTrainer
-    from raysgd.torch.training_operator import TrainingOperator
-    from raysgd.trainer.configuration.recovery import Recovery
-
-    from . import air, callbacks, data, exceptions, operators, replay, storage, testing, tf, torch, train, tune, utils  # noqa: F401
-
-__all__ = [
-    "CallRecord",
-    "CreatorOperator",
-    "Detached",
-    "GroupEvent",
-    "History",
-    "Preempted",
-    "PyTorchTrainer",
-    "Recovery",
-    "TFTrainer",
-    "TorchTrainer",
-    "TrainerStatus",
-    "TrainingOperator",
-    "__version__",
-    "attach",
-    "detached_trainers",
-]
-
-lazy_names(
-    __name__,
-    {
-        "TFTrainer": "raysgd.tf.tf_trainer",
-        "TorchTrainer": "raysgd.torch.torch_trainer",
-        "TrainingOperator": "raysgd.torch.training_operator",
-        "CreatorOperator": "raysgd.torch.creator_operator",
-        "Detached": "raysgd.detached.protocol",
-        "Preempted": "raysgd.exceptions",
-        "Recovery": "raysgd.trainer.configuration.recovery",
-        "CallRecord": "raysgd.core.history.history",
-        "History": "raysgd.core.history.history",
-        "GroupEvent": "raysgd.core.engine.shared.group_events",
-        "TrainerStatus": "raysgd.core.history.status",
-        "attach": "raysgd.detached.cluster",
-        "detached_trainers": "raysgd.detached.cluster",
-    },
-    shown=[
-        "air",
-        "callbacks",
-        "data",
-        "exceptions",
-        "operators",
-        "replay",
-        "storage",
-        "testing",
-        "tf",
-        "torch",
-        "train",
-        "tune",
-        "utils",
-    ],
-)
+lazy_names(__name__)
 
 log_lines.install()
 

@@ -136,16 +136,12 @@ def stuck(folder: Path, rest: Iterable[Path], modules: Collection[str]) -> list[
 def without_names(folder: Path, modules: Collection[str]) -> set[str]:
     """Take the names of deleted modules out of the lists of the packages, and return them."""
     gone = set()
-    for path in files_in(folder, "raysgd"):
-        text = path.read_text(encoding="utf-8")
-        if "lazy_names(" not in text:
-            continue
-        entries = re.findall(r'^ +"(\w+)": "([\w.]+)(?::\w+)?",\n', text, flags=re.MULTILINE)
-        names = {name for name, module in entries if is_in(module, modules)}
-        for name in names:
-            text = re.sub(rf'^ +"{name}"(: "[^"]+")?,\n', "", text, flags=re.MULTILINE)
-        path.write_text(text, encoding="utf-8")
-        gone |= names
+    for path in sorted((folder / "raysgd").rglob("__init__.pyi")):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        names = {line: re.match(r"from (\S+) import (\w+) as ", line) for line in lines}
+        lost = {line: name[2] for line, name in names.items() if name and is_in(name[1], modules)}
+        path.write_text("".join(line for line in lines if line not in lost), encoding="utf-8")
+        gone |= {*lost.values()}
     return gone
 
 

@@ -62,10 +62,10 @@ def requirements(metadata: Message, extra: str) -> set[str]:
 
 
 def test_the_wheel_has_every_module_of_both_folders(wheel: zipfile.ZipFile) -> None:
-    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "raysgd").rglob("*.py")}
-    ours |= {f"raysgd/{path.relative_to(ROOT)}" for path in (ROOT / "operators").rglob("*.py")}
-    assert {name for name in wheel.namelist() if name.endswith(".py")} == ours
-    assert "raysgd/operators/__init__.py" in ours
+    ours = {str(path.relative_to(ROOT)) for ending in ("py", "pyi") for path in (ROOT / "raysgd").rglob(f"*.{ending}")}
+    ours |= {f"raysgd/{path.relative_to(ROOT)}" for path in (ROOT / "operators").glob("*.py*") if path.is_file()}
+    assert {name for name in wheel.namelist() if name.endswith((".py", ".pyi"))} == ours
+    assert {"raysgd/operators/__init__.py", "raysgd/operators/__init__.pyi"} <= ours
 
 
 def test_the_wheel_has_every_file_that_a_module_reads(wheel: zipfile.ZipFile) -> None:

@@ -14,7 +14,7 @@ import importlib.util
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -144,7 +144,7 @@ def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
     )
 
 
-def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | None = None) -> Callable[[str], Any]:
+def lazy_names(package: str, modules: Mapping[str, str] | None = None) -> Callable[[str], Any]:
     """Make a package import its names and public modules on first use, by adding a `__getattr__` to the package.
 
     This also adds a `__dir__` that lists the public names. Type checkers ignore both functions, so they still report
@@ -152,13 +152,20 @@ def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | 
 
     Args:
         package: The package's `__name__`.
-        modules: For each name, the module that defines it, or `module:name` if the name differs in that module.
-        shown: Modules of the package that `dir` lists. Default: all modules without a leading underscore.
+        modules: For each name, the module that defines it, or `module:name` if the name differs in that module. By
+            default, the package's file `__init__.pyi` lists the names, as type checkers read them, and they become the
+            package's `__all__`.
 
     Returns:
         The `__getattr__` function.
     """
-    namespace = vars(sys.modules[package])
+    namespace, shown = vars(sys.modules[package]), set[str]()
+    if modules is None:
+        text = Path(namespace["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8")
+        listed = re.findall(r"^from (\S+) import (\w+) as (\w+)$", text, flags=re.MULTILINE)
+        modules = {name: f"{module}:{name_there}" for module, name_there, name in listed if module != "."}
+        shown = {name for module, _, name in listed if module == "."}
+        namespace["__all__"] = sorted([*modules, *re.findall(r"^def (\w+)", text, flags=re.MULTILINE)])
 
     def submodules() -> set[str]:
         path = namespace.get("__path__", ())
@@ -174,7 +181,7 @@ def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | 
         return value
 
     def names() -> list[str]:
-        return sorted({*namespace.get("__all__", namespace), *modules, *(submodules() if shown is None else shown)})
+        return sorted({*namespace.get("__all__", namespace), *modules, *(shown or submodules())})
 
     namespace.update(__getattr__=find, __dir__=names)
     return find

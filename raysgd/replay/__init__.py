@@ -10,27 +10,6 @@ you name is run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from raysgd.core.imports import lazy_names
 
-if TYPE_CHECKING:
-    from raysgd.replay.bisecting import Difference, bisect
-    from raysgd.replay.questions import JumpsFound, Why, find_jumps, why
-    from raysgd.replay.replaying import Replayed, replay
-
-__all__ = ["Difference", "JumpsFound", "Replayed", "Why", "bisect", "find_jumps", "replay", "why"]
-
-lazy_names(
-    __name__,
-    {
-        "Difference": "raysgd.replay.bisecting",
-        "JumpsFound": "raysgd.replay.questions",
-        "Replayed": "raysgd.replay.replaying",
-        "Why": "raysgd.replay.questions",
-        "bisect": "raysgd.replay.bisecting",
-        "find_jumps": "raysgd.replay.questions",
-        "replay": "raysgd.replay.replaying",
-        "why": "raysgd.replay.questions",
-    },
-)
+lazy_names(__name__)

@@ -12,26 +12,6 @@ You define the model, the loss and the data. Importing this package does not loa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from raysgd.core.imports import lazy_names
 
-if TYPE_CHECKING:
-    from raysgd.tf.objects.datasets import prepare_dataset_shard
-    from raysgd.tf.tf_dataset import TFMLDataset
-    from raysgd.tf.tf_trainable import TFTrainable
-    from raysgd.tf.tf_trainer import TFTrainer
-    from raysgd.tf.training_operator import TrainingOperator
-
-__all__ = ["TFMLDataset", "TFTrainable", "TFTrainer", "TrainingOperator", "prepare_dataset_shard"]
-
-lazy_names(
-    __name__,
-    {
-        "TFMLDataset": "raysgd.tf.tf_dataset",
-        "TFTrainable": "raysgd.tf.tf_trainable",
-        "TFTrainer": "raysgd.tf.tf_trainer",
-        "TrainingOperator": "raysgd.tf.training_operator",
-        "prepare_dataset_shard": "raysgd.tf.objects.datasets",
-    },
-)
+lazy_names(__name__)

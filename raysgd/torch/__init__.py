@@ -13,26 +13,9 @@ The user provides the model, the loss and the data. The workers communicate thro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from raysgd.core.imports import lazy_names, require_installed
 
 require_installed("torch", extra="torch", purpose="`raysgd.torch`")
 
-if TYPE_CHECKING:
-    from raysgd.torch.creator_operator import CreatorOperator
-    from raysgd.torch.torch_trainable import BaseTorchTrainable
-    from raysgd.torch.torch_trainer import TorchTrainer
-    from raysgd.torch.training_operator import TrainingOperator
 
-__all__ = ["BaseTorchTrainable", "CreatorOperator", "TorchTrainer", "TrainingOperator"]
-
-lazy_names(
-    __name__,
-    {
-        "TorchTrainer": "raysgd.torch.torch_trainer",
-        "TrainingOperator": "raysgd.torch.training_operator",
-        "CreatorOperator": "raysgd.torch.creator_operator",
-        "BaseTorchTrainable": "raysgd.torch.torch_trainable",
-    },
-)
+lazy_names(__name__)

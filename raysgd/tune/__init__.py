@@ -11,28 +11,11 @@ No other package of raysgd needs this package. Only `raysgd.torch.func_trainable
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from raysgd.core.imports import lazy_names
 
-if TYPE_CHECKING:
-    from ray.tune import TuneConfig
-
-    from raysgd.tune.population import Exploration, Population
-    from raysgd.tune.tuner import ResultGrid, Tuner
-
-__all__ = ["Exploration", "Population", "ResultGrid", "TuneConfig", "Tuner", "function"]
-
-lazy_names(
-    __name__,
-    {
-        "Exploration": "raysgd.tune.population",
-        "Population": "raysgd.tune.population",
-        "ResultGrid": "raysgd.tune.tuner",
-        "TuneConfig": "ray.tune",
-        "Tuner": "raysgd.tune.tuner",
-    },
-)
+lazy_names(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

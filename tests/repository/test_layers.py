@@ -206,11 +206,11 @@ class Import:
 class Collector(ast.NodeVisitor):
     """Collects the imports of one module."""
 
-    def __init__(self, importer: str) -> None:
+    def __init__(self, importer: str, for_types: bool = False) -> None:
         self.importer = importer
         self.found: list[Import] = []
         self.depth = 0
-        self.for_types = False
+        self.for_types = for_types
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -241,8 +241,8 @@ class Collector(ast.NodeVisitor):
         self.found.append(Import(self.importer, target, node.lineno, self.depth > 0, self.for_types))
 
 
-def imports_in(source: str, importer: str = "module") -> list[Import]:
-    collector = Collector(importer)
+def imports_in(source: str, importer: str = "module", for_types: bool = False) -> list[Import]:
+    collector = Collector(importer, for_types)
     collector.visit(ast.parse(source))
     return collector.found
 
@@ -262,8 +262,8 @@ def modules_of(*folders: str) -> Iterator[tuple[str, list[Import]]]:
 
 @functools.cache
 def imports_of_file(path: Path) -> list[Import]:
-    """What a module imports; it is read once for all rules."""
-    return imports_in(path.read_text(encoding="utf-8"), module_name(path))
+    """What a module imports, or its file for type checkers names; it is read once for all rules."""
+    return imports_in(path.read_text(encoding="utf-8"), module_name(path), for_types=path.suffix == ".pyi")
 
 
 def imports_of(*folders: str) -> list[Import]:
@@ -298,7 +298,8 @@ def module_in(target: str, modules: Collection[str]) -> str:
 @functools.cache
 def arrows() -> list[tuple[Import, str]]:
     """Return every import of one module of the package by another, also for types, with the module that it leads to."""
-    paths = [path for folder in ("raysgd", "operators") for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [path for folder in ("raysgd", "operators") for path in sorted((ROOT / folder).rglob("*.py*"))]
+    paths = [path for path in paths if path.suffix in (".py", ".pyi")]
     modules = {module_name(path) for path in paths}
     found = [each for path in paths for each in imports_of_file(path)]
     own = [each for each in found if each.is_of("raysgd") and each.importer != "raysgd"]

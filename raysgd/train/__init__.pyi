@@ -1,0 +1,31 @@
+"""The public names and where they are defined: type checkers and `lazy_names` read this file."""
+
+from raysgd.air.checkpoint import Checkpoint as Checkpoint
+from raysgd.air.config import CheckpointConfig as CheckpointConfig
+from raysgd.air.config import FailureConfig as FailureConfig
+from raysgd.air.config import RunConfig as RunConfig
+from raysgd.air.config import ScalingConfig as ScalingConfig
+from raysgd.air.config import SyncConfig as SyncConfig
+from raysgd.air.constants import TRAIN_DATASET_KEY as TRAIN_DATASET_KEY
+from raysgd.air.reports import CheckpointUploadMode as CheckpointUploadMode
+from raysgd.air.reports import PreemptionInfo as PreemptionInfo
+from raysgd.air.result import Result as Result
+from raysgd.exceptions import TrainingFailedError as TrainingFailedError
+from raysgd.train.backend import BackendConfig as BackendConfig
+from raysgd.train.callbacks.callback import TrainingCallback as TrainingCallback
+from raysgd.train.checkpoint import CheckpointStrategy as CheckpointStrategy
+from raysgd.train.fit.data import DataConfig as DataConfig
+from raysgd.train.session import TrainContext as TrainContext
+from raysgd.train.session import get_checkpoint as get_checkpoint
+from raysgd.train.session import get_context as get_context
+from raysgd.train.session import get_dataset_shard as get_dataset_shard
+from raysgd.train.session import get_preemption_info as get_preemption_info
+from raysgd.train.session import load_checkpoint as load_checkpoint
+from raysgd.train.session import local_rank as local_rank
+from raysgd.train.session import report as report
+from raysgd.train.session import save_checkpoint as save_checkpoint
+from raysgd.train.session import world_rank as world_rank
+from raysgd.train.session import world_size as world_size
+from raysgd.train.trainer import Trainer as Trainer
+from raysgd.train.trainer import TrainingIterator as TrainingIterator
+from raysgd.train.trainer import TrainWorkerGroup as TrainWorkerGroup
