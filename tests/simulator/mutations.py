@@ -20,14 +20,13 @@ from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.core.engine.recovery import interpreter, machine
 from raysgd.core.engine.recovery.interpreter import Recovery
-from raysgd.core.engine.recovery.states import NOBODY, Do, Done, Facts, Finished, Lost, Step
+from raysgd.core.engine.recovery.states import NOBODY, Do, Done, End, Facts, Finished, Lost, Raise, Step
 from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.torch_step import TorchParts
-from raysgd.torch.parallel.object_copies import ObjectCopies
 from raysgd.torch.parallel.tensor_copies import TensorCopies
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.data import epoch_run
@@ -314,6 +313,7 @@ _STUCK_AND_FROZEN = tuple(
     )
 )
 _PARTED = Schedule(1, ops=(Op("note", 1), Op("look")), faults=(Fault("raise", "note", 1),))
+_BUG = Schedule(1, nodes=(4,), ops=(Op("train"),), faults=(Fault("raise", "step", 5),))
 _SHRUNK = Schedule(1, min_workers=2, nodes=(1, 1), ops=(Op("train"),), faults=(Fault("lose node", "step", 3),))
 _ADVANCED = tuple(
     Schedule(seed, num_workers=3, nodes=(3,), num_samples=40, ops=(Op("train"),), faults=(Fault("die", "merge", 4),))
@@ -486,6 +486,10 @@ def _keep_the_small(real: Any) -> Any:
     return lambda facts: Step(Finished("left"), (Do.LEAVE_CALL,))
 
 
+def _keep_the_interrupted(real: Any) -> Any:
+    return lambda state, is_loss, is_unsent, facts: Step(Finished("raised", Raise(End.INTERRUPTED)))
+
+
 def _begins_late(real: Any) -> Any:
     def walk(self: SimReplica, call: int, num_steps: int | None) -> Any:
         kept = self.run
@@ -567,7 +571,7 @@ MUTATIONS = (
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
     Mutation("a lost connection counts as an error of user code", interpreter, "classify", _classify_as_user, (5,)),
     Mutation("errors of user code are retried", Recovery, "_facts", _sees(retries_user_errors=True), (568,)),
-    Mutation("errors of user code count as losses", Recovery, "_failed", _loses_user_errors, (359,)),
+    Mutation("errors of user code count as losses", Recovery, "_failed", _loses_user_errors, (), (_BUG,)),
     Mutation("ranks that failed apart are kept", Recovery, "_facts", _sees(keeps_alike=False), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
@@ -590,7 +594,7 @@ MUTATIONS = (
     Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (17,)),
     Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (141,)),
     Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside, (), _LOOKED_AT),
-    Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (311,)),
+    Mutation("a group is kept that Ctrl-C left half-way", machine, "_interrupted", _keep_the_interrupted, (311,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
     Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
@@ -635,7 +639,6 @@ MUTATIONS = (
     Mutation("a batch that broke off is not undone", TorchParts, "restore", nothing, (92,)),
     Mutation("a batch counts as undone that was not copied", Undo, "can_restore", always(True), (501,)),
     Mutation("weights are not put back", TensorCopies, "restore", nothing, (92,)),
-    Mutation("what optimizers know is not put back", ObjectCopies, "restore", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", TorchParts, "commit", nothing, (52,)),
     Mutation("a call that was not begun is answered by the one before", SimReplica, "walk", _begins_late, (157,)),
     Mutation("any call that a rank remembers is the one that goes on", epoch_run, "run_of", _any_run, (1513,)),

@@ -87,7 +87,8 @@ class Group:
         """Gives something to all, and returns what `merge` makes of what all gave; they hear it one by one."""
         collective = self._collectives.setdefault(name, Collective())
         future = self.wait(rank, Future())
-        collective.given[rank], collective.taken[rank] = given, future
+        if not future.is_done:  # what a rank gives after its connection was cut does not arrive
+            collective.given[rank], collective.taken[rank] = given, future
         if len(collective.given) == self.size:
             merged = merge(collective.given)
             for taken in collective.taken.values():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from raysgd.core.engine.shared.call import Call, Completed
 from raysgd.core.engine.shared.call import Left as LeftCall
+from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.history.status import ask_status
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
@@ -153,8 +154,8 @@ class Program:
             self._num_told = len(simulation.controller.history.events)
         if self._is_alone:
             self._invariants.check_spent(budget.num_spent)
-            self._check_raised(op, before)
             events = simulation.controller.history.events[num_events:]
+            self._check_raised(op, before, events)
             has_loss = any(event.is_failure for event in events)  # perhaps of what befell it between two calls
             is_in_peace = before == dict(simulation.befalling.kinds) and not has_loss
             if op.kind in CHANGING and is_in_peace:
@@ -176,19 +177,19 @@ class Program:
         is_known = is_own or kinds["stall"] + kinds["freeze"] > 0 or late_s < SHUTDOWN_S
         self._invariants.require(is_known, f"a call goes on for {late_s:.0f} s after the trainer was shut down")
 
-    def _check_raised(self, op: Op, before: Any) -> None:
-        """What user code raised reaches the user, unless a loss may have caused it."""
+    def _check_raised(self, op: Op, before: Any, events: Sequence[GroupEvent]) -> None:
+        """What user code raised reaches the user, unless a loss may have caused it.
+
+        A replica that raises when it is asked whether it can move is replaced instead.
+        """
         befalling = self._simulation.befalling
         has_raised = befalling.kinds["raise in a call"] > before.get("raise in a call", 0)
-        self._invariants.require(not has_raised or befalling.num_incidents > 0, f"{op.kind} hid an error of user code")
+        is_told = befalling.num_incidents > 0 or any(event.kind in ("left", "grown") for event in events)
+        self._invariants.require(not has_raised or is_told, f"{op.kind} hid an error of user code")
 
     def _check_paid(self, budget: WatchedBudget, num_failures: int) -> None:
-        """Each rebuild after a loss is paid for, but not while a snapshot is taken before another kind of rebuild.
-
-        To leave a node and to grow spends no retry of the call.
-        """
-        has_snapshots_before = not self._simulation.schedule.regroups
-        is_paid = budget.num_restored == num_failures or (has_snapshots_before and budget.num_restored < num_failures)
+        """Each rebuild after a loss is paid for. To leave a node and to grow spends no retry of the call."""
+        is_paid = budget.num_restored == num_failures
         self._invariants.require(is_paid, f"{num_failures} rebuilds, {budget.num_restored} paid")
 
     # ------------------------------------------------------------------------------------ calls
@@ -252,7 +253,7 @@ class Program:
         if hold_at is not None:
             self._check_planned(ended, hold_at)
         elif befallen == dict(self._simulation.befalling.kinds) and not any(befallen.get(kind) for kind in DELAYS):
-            late_s = kernel.now - left_at - 6 * self._simulation.late_s  # each question may be late
+            late_s = kernel.now - left_at - 8 * self._simulation.late_s  # each question may be late
             self._invariants.require(late_s < LEAVING_S, f"a call ended {late_s:.1f} s after it was to be left")
         if isinstance(ended, LeftCall):
             if op.argument % 3 == 0:  # another program goes on

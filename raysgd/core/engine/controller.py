@@ -452,7 +452,7 @@ class ElasticController(Lifecycle):
             try:
                 # If the program is ending, Ray may be shutting down, too.
                 if self._follows_cluster and not self.is_ending:
-                    self._adapt(call)
+                    self._adapt(call, budget)
                 if self.holds_only_state and not (call.captures or self._is_taken_up):
                     self._copy_only_state(call, budget)
                 ended = self._run(call, budget)
@@ -575,10 +575,13 @@ class ElasticController(Lifecycle):
             if loan is None:
                 self.sleep(_SPARE_POLL_S)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, budget: RetryBudget | None = None) -> Snapshot:
         """Wait until a snapshot of the current training state has arrived in the driver, and return it.
 
         If no snapshot contains the current state, take a new snapshot first.
+
+        Args:
+            budget: Retries for the new snapshot. Default: a few.
 
         Raises:
             WorkersLostError: The snapshot was lost in transit several times.
@@ -586,7 +589,7 @@ class ElasticController(Lifecycle):
         with self._turn_to_copy():
             for num_copies in range(NUM_COPIES + 1):
                 if num_copies:
-                    self.run(copy_call())
+                    self.run(copy_call(), budget=budget)
                 self._monitor.await_snapshot()
                 landed = self.snapshots.landed
                 if landed is not None and self._is_known:
@@ -651,10 +654,11 @@ class ElasticController(Lifecycle):
             self._monitor.is_on = False
         self._monitor.hold_to_leave()
 
-    def _adapt(self, call: Call) -> None:
+    def _adapt(self, call: Call, budget: RetryBudget) -> None:
         """Before a call, move workers off nodes that are being removed, and add workers if resources are free.
 
-        Workers are added only before a call that changes the training state. None of these changes counts as a retry.
+        Workers are added only before a call that changes the training state. None of these changes counts as a retry,
+        unless workers are lost meanwhile.
 
         If the group was adopted from the trainer's previous process, its ranks may already be running the call. Such a
         group can change only between two steps, so this method then does nothing.
@@ -666,18 +670,18 @@ class ElasticController(Lifecycle):
         if now >= self._nodes_due:
             self._nodes_due = now + _NODES_S
             if self.leaving_nodes_in_use():
-                self._leave_nodes()
+                self._leave_nodes(budget)
         if call.changes_state:
-            self._grow_if_possible(call)
+            self._grow_if_possible(call, budget)
 
-    def _leave_nodes(self) -> None:
+    def _leave_nodes(self, budget: RetryBudget) -> None:
         """Move the workers off nodes that are being removed. Restart all workers only if there is no other way."""
         self._monitor.watch()
         movability = self._movability()
         if movability is _Movability.CAN_MOVE:
             self.recovery.move(self.leaving_nodes_in_use(), LEAVING)
         elif movability is _Movability.CANNOT_MOVE:
-            self.snapshot()
+            self.snapshot(budget)
             self.recovery.restart("left", LEAVING)
 
     def _movability(self) -> _Movability:
@@ -690,7 +694,7 @@ class ElasticController(Lifecycle):
         has_obstacle = any(answer.value.obstacle for answer in report.values)
         return _Movability.CANNOT_MOVE if has_obstacle else _Movability.CAN_MOVE
 
-    def _grow_if_possible(self, call: Call) -> None:
+    def _grow_if_possible(self, call: Call, budget: RetryBudget) -> None:
         """If resources are free, start missing spare workers and add workers to the group.
 
         If workers cannot join a running group, restart all workers as a larger group.
@@ -707,7 +711,7 @@ class ElasticController(Lifecycle):
                 self.recovery.move(frozenset(), ROOM)
         elif movability is _Movability.CANNOT_MOVE and (num_more := self.find_room()):
             target = len(group) + num_more
-            self.snapshot()
+            self.snapshot(budget)
             if self.num_workers < target:  # otherwise a recovery during `snapshot` has already used the free resources
                 self.recovery.restart("grown", f"resources for {target} workers are free")
 

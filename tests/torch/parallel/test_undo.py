@@ -20,7 +20,6 @@ from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import tensor_copies
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.undo import Mode, Undo
-from raysgd.trainer.worker.step_loop import BETWEEN_BATCHES
 
 
 class Steps:
