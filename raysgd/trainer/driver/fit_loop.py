@@ -530,6 +530,8 @@ class FitRun:
                 self._training.begun is not None and self._training.begun.is_exhausted
             )
             if location is not None:
+                if resume_from == AUTO:  # otherwise the program itself names the file
+                    logger.warning("resumed from `%s`, which has %d epochs", location, self._run.epoch)
                 self._warn_if_complete(location)
         if self._pending == self._run.epoch:
             self._run._last_told = self._run.epoch - 1
