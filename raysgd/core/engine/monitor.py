@@ -382,8 +382,8 @@ class Monitor:
         if answers or resolved:
             self._heard_at = self._lifecycle.now()
         self._is_holding = is_agreed
-        # Use a larger margin only if a rank was past the step. If a rank did not answer, or if rank 0 has not completed a
-        # step yet, propose the same margin again.
+        # Use a larger margin only if a rank was past the step. If a rank did not answer, or if rank 0 has not completed
+        # a step yet, propose the same margin again.
         is_late = is_refused and at is not None and at > margin
         self._margin = _MIN_MARGIN if is_agreed else self._margin * (2 if is_late else 1)
 

@@ -77,7 +77,7 @@ def transfer(call: Any) -> Transfer:
             try:
                 if not is_ray_thread():
                     return ray.get(call, timeout=timeout_s)
-                # If Ray is shut down while a thread reads from the object store, Ray aborts the process or spins forever.
+                # If Ray is shut down while a thread reads from the object store, Ray aborts the process or spins.
                 if not ray.wait([call], timeout=timeout_s, fetch_local=False)[0]:
                     raise TimeoutError("the result is still in transit")
                 with delaying_shutdown(), in_session(sent_in):
