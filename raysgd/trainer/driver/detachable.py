@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysgd.detached.protocol import Detached
 
-Options = Mapping[str, Any]
-
 
 class Detachable:
-    """Base class of all trainers.
+    """Base class of all trainers."""
 
-    Attributes:
-        _outlives_its_process: Returns True if the workers of a detached trainer with these options continue when the
-            trainer's process dies.
-        _settle: Returns the options with defaults that depend on the cluster, once Ray is connected.
-    """
+    @staticmethod
+    def _outlives_its_process(options: Mapping[str, Any]) -> bool:
+        """Return True if the workers of a detached trainer with these options continue when its process dies."""
+        return False
 
-    _outlives_its_process: ClassVar[Callable[[Options], bool]] = staticmethod(lambda options: False)
-    _settle: ClassVar[Callable[[Options], Options]] = staticmethod(lambda options: options)
+    @staticmethod
+    def _settle(options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options with defaults that depend on the cluster, once Ray is connected."""
+        return options
 
     if not TYPE_CHECKING:  # type checkers should see only `__init__` with its typed arguments
 
