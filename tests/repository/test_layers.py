@@ -146,7 +146,6 @@ INSIDE = {
         "operator",
         "hosted",
         "training_call",
-        "training",
         "runner",
     ),
 }

@@ -298,7 +298,7 @@ class SimReplica:
         self._go_on_from(first, [part.measured for part in everyones])
 
     def _go_on_from(self, first: Progress, measured: Sequence[tuple[int, ...]]) -> Run:
-        """As `ReplicaCalls` does it: each rank takes its share, and knows those of the others."""
+        """As `ClassRunner` does it: each rank takes its share, and knows those of the others."""
         rank, size = self.world.rank, self.world.size
         names = [f"{first.call} {each}" for each in range(size)]
         self.row_name = names[rank]

@@ -1,6 +1,6 @@
 """Workers that die between two calls, one after the other: the next call is begun, and never answered by another one.
 
-Covers `raysgd.trainer.worker.training` where the beginning of a call fails.
+Covers `raysgd.trainer.worker.runner` where the beginning of a call fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The replica that hosts one operator, alone and without workers.
 
 Covers `raysgd.trainer.worker.runner` with what is behind it (`raysgd.trainer.worker.hosted`,
-`raysgd.trainer.worker.training`, `raysgd.trainer.worker.training_call`, `raysgd.trainer.worker.state.replica_state`,
+`raysgd.trainer.worker.runner`, `raysgd.trainer.worker.training_call`, `raysgd.trainer.worker.state.replica_state`,
 `raysgd.torch.hosting.torch_hosted`), and `raysgd.torch.hosting.torch_state`: a runner is one object for those that
 call it.
 """

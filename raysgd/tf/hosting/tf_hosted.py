@@ -13,6 +13,7 @@ import numpy as np
 
 from raysgd.core.arrays.ray_batches import ray_batches_of
 from raysgd.core.engine.shared.types import World
+from raysgd.core.numbers.meters import AverageMeterCollection
 from raysgd.core.numbers.time_spent import USEFUL
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.creator_operator import CreatorOperator
@@ -30,7 +31,6 @@ from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
 from raysgd.trainer.worker import hosted
-from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, is_stock, take_rank
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
@@ -186,7 +186,7 @@ class TFHostedOperator(hosted.HostedOperator):
         """Do nothing. Keras models hold no reference to the group, so nothing needs an update."""
 
     @contextmanager
-    def training(self, run: EpochRun, loop: StepLoop) -> Iterator[None]:
+    def training(self, call: Any, loop: StepLoop) -> Iterator[None]:
         synchronizer, fit = self.synchronizer, self.feed.fit
         with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(self.ledger):
             try:
@@ -401,10 +401,10 @@ class FitParts(KerasParts):
     def end_call(self) -> None:
         self._feed.fit.end()
 
-    def num_samples(self, run: EpochRun) -> int:
+    def num_samples(self, meters: AverageMeterCollection) -> int:
         return self._synchronizer.exchanges.num_samples
 
-    def results(self, run: EpochRun) -> Any:
+    def results(self, meters: AverageMeterCollection) -> Any:
         return CreatorOperator.results_of(self._feed.fit.logs)
 
     def extra_results(self) -> dict[str, Any]:

@@ -46,7 +46,6 @@ from raysgd.trainer.messages.epochs import bind_batch_info
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
-from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, take_rank
@@ -272,7 +271,7 @@ class TorchHostedOperator(HostedOperator):
         self.parallel.reform()
 
     @contextmanager
-    def training(self, run: EpochRun, loop: StepLoop) -> Iterator[None]:
+    def training(self, call: Any, loop: StepLoop) -> Iterator[None]:
         self.has_trained = True
         if self._modes is not None:
             self._modes.give_back()  # the train/eval modes from before the evaluation
@@ -284,8 +283,8 @@ class TorchHostedOperator(HostedOperator):
         # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
         # rank's metrics.
         if sync.peers is not None and self.epoch_obstacle is None and is_divided:
-            share = sync.peers.sharing(run, self.world.size)
-        leg = parts.begin_leg(run.epoch_idx, source, ledger=self.ledger, share=share)
+            share = sync.peers.sharing(call, self.world.size)
+        leg = parts.begin_leg(call.epoch_idx, source, ledger=self.ledger, share=share)
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
@@ -293,13 +292,13 @@ class TorchHostedOperator(HostedOperator):
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             parts.undo.open_call(can_continue and is_divided)
-            with leg.flight_recorder.of_call(), self._in_shares(run, source), noting:
+            with leg.flight_recorder.of_call(), self._in_shares(call.num_steps is None, source), noting:
                 yield
             leg.items.check_counted()
         finally:
             sync.end_leg()
 
-    def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
+    def _in_shares(self, is_whole_pass: bool, source: Any) -> AbstractContextManager[Any]:
         """Return a context manager that adds advice to PyTorch's errors while the call trains.
 
         If global batches are split into shares of different sizes, also check that batch norms and all-gathers in user
@@ -307,14 +306,14 @@ class TorchHostedOperator(HostedOperator):
         nothing.
 
         Args:
-            run: State of the call.
+            is_whole_pass: True if the call takes the rest of the pass.
             source: Source of the batches on which the call trains.
         """
         is_distributed = self.world.is_distributed
         is_divided = source.is_divided and (is_distributed or self.parallel.sync.leg.rules.num_shards > 0)
         if isinstance(source, DividedLoaderSource):
-            is_whole_pass = is_divided and run.num_steps is None
-            source.check_plan = partial(check_norms, self.internals.registered.wrapped) if is_whole_pass else None
+            checks = is_divided and is_whole_pass
+            source.check_plan = partial(check_norms, self.internals.registered.wrapped) if checks else None
         if not (is_distributed or is_divided):
             return nullcontext()
         stack, models, leg = ExitStack(), self.internals.registered.wrapped, self.parallel.sync.leg

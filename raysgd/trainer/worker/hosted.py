@@ -25,7 +25,6 @@ from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.data.around_batch import take_outside
-from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
@@ -182,11 +181,11 @@ class HostedOperator(ABC):
         )
 
     @abstractmethod
-    def training(self, run: EpochRun, loop: StepLoop) -> AbstractContextManager[Any]:
+    def training(self, call: Any, loop: StepLoop) -> AbstractContextManager[Any]:
         """Return the context manager in which to run the operator's `train_epoch`.
 
         Args:
-            run: Record of the training call.
+            call: The `TrainingCall`.
             loop: The steps of the call.
         """
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from raysgd.core.arrays.batch_plan import NO_BATCH, BatchPlan
+from raysgd.core.numbers.meters import AverageMeterCollection
 from raysgd.core.numbers.time_spent import OTHER
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.data_cursor import DataCursor
-from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
 
 _REDRAW_EVERY_S = 0.1
@@ -212,13 +212,13 @@ class StepParts:
         """Convert a metric to a type that the driver can read. A one-element tensor, for example, becomes a number."""
         return value
 
-    def num_samples(self, run: EpochRun) -> int:
+    def num_samples(self, meters: AverageMeterCollection) -> int:
         """Return the number of samples that this rank used in a training call, or 0 if samples are not counted."""
-        return int(run.meters.n)
+        return int(meters.n)
 
-    def results(self, run: EpochRun) -> Any:
+    def results(self, meters: AverageMeterCollection) -> Any:
         """Return this rank's metrics of an epoch that another rank has finished and this rank has not."""
-        return run.meters.summary()
+        return meters.summary()
 
     def extra_results(self) -> dict[str, Any]:
         """Return the entries that the library adds to the result of a training call, such as the epoch number."""

@@ -5,33 +5,38 @@ After workers are lost, the call continues in the surviving workers. Each new ca
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import HeldAtStep
+from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed
+from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.core.numbers.metric_meters import NUM_SAMPLES
-from raysgd.core.numbers.results import ProgressKind
+from raysgd.core.numbers.results import ProgressKind, num_samples_of, with_lost
 from raysgd.core.numbers.time_spent import DRIVER
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.worker.data.around_batch import around_batches
-from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
+from raysgd.trainer.worker.data.epoch_run import METRICS, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.rank_rows import RankRows
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.state.copies import StateCopies
 from raysgd.trainer.worker.step_loop import Batches, StepLoop
 
+logger = logging.getLogger(__name__)
 
-class TrainingCall(EpochRun):
+
+class TrainingCall:
     """A `train` call on this worker. It runs the operator's `train_epoch`, and runs it again after an interruption.
 
     A call that was interrupted by a failure, or paused, continues after its last completed step. A finished call is
-    kept until the next one begins, because another rank may not have finished it.
+    kept until the next one begins, because another rank may not have finished it. Its progress and its metrics are kept
+    if the group of workers changes.
 
     Args:
         hosted: The operator to train.
@@ -40,6 +45,16 @@ class TrainingCall(EpochRun):
             steps in `begun` is ignored. To continue after these steps, call `take_over`.
 
     Attributes:
+        progress: Progress of the call when the last cursor was detached, or when another rank's progress was taken
+            over. Its `is_finished`, `place` and `call_number` are those of now.
+        meters: Accumulates the metrics of the call. The metrics of a step are included once the step is completed.
+        rows: Stores the metrics that the ranks have last sent to each other, and the metrics of lost ranks.
+        answer: This rank's answer to the call. None until the rank has finished the call.
+        gate: Agreement with the other ranks to stop the call between two steps.
+        samples_before: Record of which samples were used before the call. None if this rank joined during the call.
+        began_at: Number to subtract from the cursor's `num_steps_completed` to get the number of completed steps of
+            the call.
+        cursor: The cursor from which the call takes its batches. None after `detach`.
         info: The `info` dictionary that is passed to the operator's `train_epoch`. Set before `train_epoch` starts.
         is_running: True while `train_epoch` runs. A second thread of the worker reads this attribute.
     """
@@ -47,13 +62,40 @@ class TrainingCall(EpochRun):
     kind: ProgressKind = "train"
     info: Mapping[str, Any]
     is_running = False
+    answer: EpochAnswer | None = None
+    samples_before: SamplesUsed | None = None
+    began_at = 0
+    cursor: Any = None
 
     def __init__(self, hosted: HostedOperator, copies: StateCopies, begun: RunState) -> None:
-        meters = hosted.operator._raysgd.new_meters()
-        super().__init__(
-            begun.epoch_idx, begun.num_requested, meters, RankRows(hosted.name), call_number=begun.call_number
-        )
         self._hosted, self._copies = hosted, copies
+        self.progress = RunState(0, begun.epoch_idx, begun.num_requested, call_number=begun.call_number)
+        self.meters: AverageMeterCollection = hosted.operator._raysgd.new_meters()
+        self.rows, self.gate = RankRows(hosted.name), Gate()
+
+    @property
+    def call_number(self) -> int:
+        """Number of the training call, by which requests for this call are recognized."""
+        return self.progress.call_number
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of steps to take, or None for the rest of the pass."""
+        return self.progress.num_requested
+
+    @property
+    def epoch_idx(self) -> int:
+        """Index of the pass over the data in which the call started."""
+        return self.progress.epoch_idx
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the call is complete, possibly because another rank reported this."""
+        return self.progress.is_finished
+
+    def note(self, **changes: Any) -> None:
+        """Replace attributes of `progress`."""
+        self.progress = replace(self.progress, **changes)
 
     def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
         """Continue the call from the step after its last completed step, or return its answer if it is finished.
@@ -70,11 +112,11 @@ class TrainingCall(EpochRun):
         if self.answer is not None:
             return self.with_lost(self.answer, hosted.world.rank)
         if self.is_finished:  # another rank finished the call: only report this rank's metrics
-            return self._end(hosted.parts.results(self), request)
+            return self._end(hosted.parts.results(self.meters), request)
         if request.hold_at is not None and self.num_completed >= request.hold_at:
             # All ranks had stopped here, as planned, but one of them was lost before the driver had all answers.
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned=True)
-        hosted.feed.begin_again(request, share, self.place)
+        hosted.feed.begin_again(request, share, self.progress.place)
         return self.train_on(hosted.feed.training(request, is_begun=True), request)
 
     def train_on(self, cursor: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
@@ -95,7 +137,7 @@ class TrainingCall(EpochRun):
         self.attach(cursor)
         if request.hold_at is not None and request.hold_at > self.num_completed:
             self.gate = Gate(request.hold_at)
-        num_steps = 0 if self.is_exhausted else self.num_steps_left
+        num_steps = 0 if self.progress.is_exhausted else self.num_steps_left
         loop = StepLoop(cursor, parts, num_steps, self._committed, request.redraw)
         batches = Batches(hosted.ledger.timing(loop.batches()), loop)
         lost = () if hosted.world.rank else tuple(self.rows.lost.values())
@@ -207,7 +249,7 @@ class TrainingCall(EpochRun):
 
     def _note_place(self) -> None:
         if self.cursor is not None:
-            self.place = self._hosted.feed.place_of_call(self.cursor)
+            self.note(place=self._hosted.feed.place_of_call(self.cursor))
 
     def _end(self, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         """Finish the call with what `train_epoch` returned, and return this rank's answer to the driver."""
@@ -217,7 +259,9 @@ class TrainingCall(EpochRun):
         extra = {**extra, "timings": hosted.ledger.of_call()} if request.profile else extra
         answer = hosted.answer(returned, request, self.num_completed, extra)
         told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
-        num_samples = int(told) if isinstance(told, int | float) and math.isfinite(told) else parts.num_samples(self)
+        num_samples = (
+            int(told) if isinstance(told, int | float) and math.isfinite(told) else parts.num_samples(self.meters)
+        )
         heartbeat = hosted.heartbeat("between calls", num_samples=num_samples)
         before, after = self.samples_before, heartbeat.data
         num_used = after.used_since(before) if before and after else 0
@@ -231,7 +275,121 @@ class TrainingCall(EpochRun):
             num_used=num_used,
             weight_sums=hosted.weight_sums() if request.compares_ranks else None,
         )
-        self.answer, self.is_finished = answer, True
+        self.answer = answer
+        self.note(is_finished=True)
         parts.end_call()
         hosted.ledger.enter(DRIVER)
         return self.with_lost(answer, hosted.world.rank)
+
+    # ------------------------------------------------------------------------------------ progress and metrics
+
+    def attach(self, cursor: Any) -> None:
+        """Let the rest of the call take its batches from this cursor."""
+        # `began_at` is set first, because another thread may read `num_completed`.
+        self.began_at, self.cursor = cursor.num_steps_completed - self.progress.num_steps, cursor
+
+    @property
+    def num_completed(self) -> int:
+        """Number of steps of the call that all ranks have completed."""
+        cursor = self.cursor  # read only once, because another thread uses this property and `detach` may intervene
+        return self.progress.num_steps if cursor is None else cursor.num_steps_completed - self.began_at
+
+    @property
+    def num_steps_left(self) -> int | None:
+        """Number of steps that remain to be taken. None if the call takes the rest of the pass."""
+        return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
+
+    def detach(self) -> None:
+        """Drop the cursor, because the call will continue in a new group of workers with a new cursor.
+
+        An interrupted step does not count. An agreement to stop is canceled, because workers that join the new group
+        have not taken part in it.
+        """
+        self.gate = Gate()
+        self.meters.drop_pending()
+        self.note(num_steps=self.num_completed, is_exhausted=self._has_no_step_left)
+        self.cursor = None
+
+    @property
+    def _has_no_step_left(self) -> bool:
+        if self.num_steps is not None:
+            return self.num_completed >= self.num_steps
+        if self.cursor is None:
+            return self.progress.is_exhausted
+        return self.num_completed > 0 and not self.cursor.is_mid_pass
+
+    def state(self, with_metrics: bool) -> RunState:
+        """Return a record of the call's progress, from which another rank or a later process can continue the call.
+
+        Args:
+            with_metrics: Whether to include this rank's metrics. Pass True for a snapshot, or if this rank leaves the
+                group. Pass False if this rank stays in the group and reports its metrics itself.
+        """
+        return replace(
+            self.progress,
+            num_steps=self.num_completed,
+            is_exhausted=self._has_no_step_left,
+            name=self.rows.name,
+            metrics=self.meters.summary() if with_metrics else None,
+            others={} if with_metrics else self._told,
+            lost=dict(self.rows.lost),
+        )
+
+    def take_over(self, state: RunState) -> None:
+        """Continue the call from another rank's progress, but keep this rank's own metrics.
+
+        If the other rank has completed one more step, that step counts on all ranks. This rank was interrupted in that
+        step and has discarded the metrics of the step. But in each step, every rank sends the sums of its metrics to
+        all ranks. The other rank has received the sums of this rank, from which this rank restores its metrics.
+
+        Args:
+            state: The other rank's progress.
+        """
+        own = state.others.get(self.rows.name)
+        if own is not None and self.num_completed < state.num_steps:
+            self.meters.correct(own)
+        self.progress = replace(state, metrics=None, others={}, lost={}, call_number=self.call_number)
+        self.cursor = self.answer = None
+        self.meters.skip_to(state.num_steps)
+        self.rows.lost.update(state.lost)
+        self.rows.keep_lost(state.num_steps, state.others, state.others)
+
+    @property
+    def _told(self) -> dict[str, MetricSummary]:
+        """The metrics of all ranks as of the last completed step, by rank name."""
+        rows = self.rows.as_of(self.num_completed).items()
+        return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
+
+    def _read(self, row: Any) -> MetricSummary:
+        return self.meters.summary_of(*row.part(METRICS))
+
+    def keep_lost(self, present: Collection[str] | None, left: Iterable[RunState] = ()) -> None:
+        """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
+
+        These metrics are added to the result when the call ends.
+
+        Args:
+            present: Names of the ranks in the new group. If None, the names are unknown and no rank counts as lost.
+            left: Progress and metrics of the ranks that left the group as planned, without a failure.
+        """
+        told = self._told
+        self.rows.keep_lost(self.num_completed, told, told if present is None else present)
+        self.rows.lost.update((each.name, each.metrics) for each in left)
+
+    def with_lost(self, answer: EpochAnswer, rank: int) -> EpochAnswer:
+        """Return a rank's answer to the driver. On rank 0, add the metrics of ranks that were lost during the call.
+
+        The other ranks do not add them, so that they are counted once.
+        """
+        if rank or not self.rows.lost or answer.metrics is None:
+            return answer
+        lost = list(self.rows.lost.values())
+        self._tell_what_is_missing(lost)
+        metrics = with_lost(answer.metrics, lost, self.meters.names)
+        if metrics is answer.metrics:  # nothing was added, because the user's own training loop computed the metrics
+            return answer
+        return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))
+
+    def _tell_what_is_missing(self, lost: Sequence[MetricSummary]) -> None:
+        for name in self.meters.object_names if any(map(num_samples_of, lost)) else ():
+            logger.warning("the metric object `%s` does not cover the samples that lost workers had processed", name)

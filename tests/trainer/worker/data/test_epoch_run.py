@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,13 @@ from raysgd.torch.data.sources import DividedLoaderSource, TorchCursor
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.trainer.messages.epochs import merged
-from raysgd.trainer.worker.data.epoch_run import METRICS, EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.trainer.worker.data.rank_rows import RankRows, Row
+from raysgd.trainer.messages.epochs import EpochAnswer, merged
+from raysgd.trainer.worker.data.epoch_run import METRICS, Gate, HeldAtBoundary, RunState
+from raysgd.trainer.worker.data.rank_rows import Row
+from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.state.copies import StateCopies
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
+from raysgd.trainer.worker.training_call import TrainingCall
 from raysgd.utils import BATCH_COUNT
 from tests.helpers.processes import wait_until
 
@@ -148,7 +152,7 @@ def test_a_proposal_may_be_withdrawn_while_a_rank_looks_at_it() -> None:
 
 
 def test_a_run_that_goes_on_in_another_group_does_not_stop_where_the_last_group_had_agreed_to() -> None:
-    run = EpochRun(0, 5, AverageMeterCollection(), RankRows("a"))
+    run = a_run(5)
     assert run.gate.propose(2, lambda: 1)
     run.gate.resolve(True)
     run.detach()
@@ -168,8 +172,10 @@ def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchCursor:
     return TorchCursor(DividedLoaderSource(sharded, 7), lambda: 0)
 
 
-def a_run(num_steps: int | None = None) -> EpochRun:
-    return EpochRun(2, num_steps, AverageMeterCollection(), RankRows("a"))
+def a_run(num_steps: int | None = None, name: str = "a", epoch_idx: int = 2) -> TrainingCall:
+    internals = SimpleNamespace(new_meters=AverageMeterCollection)
+    hosted: Any = SimpleNamespace(name=name, operator=SimpleNamespace(_raysgd=internals))
+    return TrainingCall(hosted, StateCopies(None, Ledger()), RunState(0, epoch_idx, num_steps))
 
 
 def take(
@@ -180,7 +186,7 @@ def take(
     return StepLoop(cursor, parts, num_steps, committed).batches()
 
 
-def begun(run: EpochRun, stream: TorchCursor) -> Iterator[Any]:
+def begun(run: TrainingCall, stream: TorchCursor) -> Iterator[Any]:
     """The batches of a run that begins, or goes on, with `stream`."""
     run.attach(stream)
     return take(stream, run.num_steps_left)
@@ -191,7 +197,7 @@ def test_a_run_counts_the_steps_that_were_completed() -> None:
     assert (run.num_completed, run.num_steps_left) == (0, None)
     run.attach(stream_of())
     run.detach()
-    assert not run.is_exhausted
+    assert not run.progress.is_exhausted
     batches = begun(run, stream_of())
     for _ in range(3):
         next(batches)
@@ -216,7 +222,7 @@ def test_a_run_takes_the_steps_that_are_left_however_often_it_is_broken_off(num_
         stream.break_off()
         run.detach()
         left = None if num_steps is None else num_steps - num_completed
-        assert (run.num_completed, run.num_steps_left, run.is_exhausted) == (num_completed, left, False)
+        assert (run.num_completed, run.num_steps_left, run.progress.is_exhausted) == (num_completed, left, False)
     seen += [batch[0].item() for batch in begun(run, stream)]
     assert seen == [number % 10 for number in range(num_steps or 10)]
     assert run.num_steps_left == (None if num_steps is None else 0)
@@ -242,7 +248,7 @@ def test_a_run_without_steps_left_is_exhausted_though_it_was_not_finished(num_st
     list(begun(run, stream))
     stream.break_off()
     run.detach()
-    assert run.is_exhausted
+    assert run.progress.is_exhausted
     assert not run.is_finished
 
 
@@ -253,7 +259,7 @@ def test_a_run_that_broke_off_in_its_last_step_has_that_one_left() -> None:
         next(batches)
     stream.break_off()
     run.detach()
-    assert (run.num_completed, run.is_exhausted) == (9, False)
+    assert (run.num_completed, run.progress.is_exhausted) == (9, False)
     assert [batch[0].item() for batch in begun(run, stream)] == [9]
 
 
@@ -276,7 +282,7 @@ def test_another_worker_goes_on_from_what_a_run_says_of_itself() -> None:
     first.detach()
     state = first.state(with_metrics=False)
     assert state == RunState(num_steps=3, epoch_idx=2, num_requested=8, name="a")
-    second = EpochRun(0, None, AverageMeterCollection(), RankRows("b"))
+    second = a_run(name="b", epoch_idx=0)
     second.take_over(state)
     assert (second.epoch_idx, second.num_completed, second.num_steps_left) == (2, 3, 5)
     assert second.meters.num_batches == 3
@@ -296,26 +302,28 @@ def test_what_was_measured_travels_only_when_asked_for_and_stays_where_it_was_me
 
 def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
     run = a_run(8)
-    run.answer, run.is_finished = EpochAnswer(None, None, 8), True
+    run.answer = EpochAnswer(None, None, 8)
+    run.note(is_finished=True)
     run.take_over(RunState(5, 2, 8))
     assert (run.answer, run.is_finished, run.num_steps_left) == (None, False, 3)
     run.take_over(RunState(8, 2, 8, is_exhausted=True, is_finished=True))
-    assert (run.is_exhausted, run.is_finished) == (True, True)
+    assert (run.progress.is_exhausted, run.is_finished) == (True, True)
 
 
 # ------------------------------------------------------------------------------------------------ lost ranks
 
 
-def told(name: str, run: EpochRun) -> tuple[str, Row]:
+def told(name: str, run: TrainingCall) -> tuple[str, Row]:
     run.meters.add_pending({"loss": 3.0}, 2)
     layout, numbers = run.meters.tally()
     run.meters.drop_pending()
     return name, Row(((METRICS, layout, len(numbers)),), np.array(numbers))
 
 
-def after_steps(name: str, num_steps: int, loss: float) -> EpochRun:
+def after_steps(name: str, num_steps: int, loss: float) -> TrainingCall:
     """A run that has completed so many steps, in each of which it has told what it measured."""
-    run = EpochRun(0, None, AverageMeterCollection(), RankRows(name), num_steps_before=num_steps)
+    run = a_run(name=name)
+    run.note(num_steps=num_steps)
     for _ in range(num_steps):
         run.meters.update({"loss": loss}, n=2)
     return run
@@ -351,7 +359,7 @@ def test_whoever_steps_in_knows_what_was_told_and_who_was_lost_before() -> None:
     source, gone, new = (
         after_steps("a", 1, 1.0),
         after_steps("b", 1, 5.0),
-        EpochRun(0, None, AverageMeterCollection(), RankRows("new")),
+        a_run(name="new"),
     )
     source.rows.lost["long ago"] = gone.meters.summary()
     source.rows.note(0, dict([told("a", source), told("b", gone)]))
