@@ -37,7 +37,6 @@ from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_sync import DDPSync
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.peer_metrics import PeerMetrics
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
@@ -46,6 +45,7 @@ from raysgd.trainer.messages.epochs import bind_batch_info
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
+from raysgd.trainer.worker.data.rank_rows import RowExchange
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, take_rank
@@ -97,6 +97,7 @@ class TorchHostedOperator(HostedOperator):
         super().__init__(settings, world, feed, ledger)
         self._modes: ModuleModes | None = None  # train/eval modes to restore after an evaluation; None otherwise
         self._prediction: PredictionLoader | None = None
+        self._rows: RowExchange | None = None  # for the current worker group; None until needed
 
     def build(self) -> TorchFacts:
         settings, world, device = self.settings, self.world, self._device
@@ -257,7 +258,7 @@ class TorchHostedOperator(HostedOperator):
 
     @property
     def exchanges_rows(self) -> bool:
-        return self.parallel.sync.peers is not None and mesh_group() is not None
+        return self.parallel.sync.shares_metrics and mesh_group() is not None
 
     def names_of_all(self) -> Collection[str] | None:
         if not self.world.is_distributed:
@@ -282,8 +283,9 @@ class TorchHostedOperator(HostedOperator):
         parts, source, is_divided = self.parts, loop.cursor.source, self.feed.is_divided(loop.cursor)
         # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
         # rank's metrics.
-        if sync.peers is not None and self.epoch_obstacle is None and is_divided:
-            share = sync.peers.sharing(call, self.world.size)
+        if sync.shares_metrics and self.epoch_obstacle is None and is_divided:
+            exchange = self._row_exchange()
+            share = exchange and partial(call.share_metrics, exchange)
         leg = parts.begin_leg(call.epoch_idx, source, ledger=self.ledger, share=share)
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
@@ -297,6 +299,16 @@ class TorchHostedOperator(HostedOperator):
             leg.items.check_counted()
         finally:
             sync.end_leg()
+
+    def _row_exchange(self) -> RowExchange | None:
+        """Return what sends metrics to the other ranks of this group; None if there is no mesh to send them over."""
+        group, size = mesh_group(), self.world.size
+        if group is None and size > 1:
+            return None
+        gather = _to_itself if group is None or size == 1 else group.gather
+        if self._rows is None or (self._rows.gather, self._rows.name) != (gather, self.name):
+            self._rows = RowExchange(self.name, gather)
+        return self._rows
 
     def _in_shares(self, is_whole_pass: bool, source: Any) -> AbstractContextManager[Any]:
         """Return a context manager that adds advice to PyTorch's errors while the call trains.
@@ -396,6 +408,10 @@ class TorchHostedOperator(HostedOperator):
         return data.train if name == "train" else data.validation
 
 
+def _to_itself(row: Any) -> list[Any]:
+    return [row]  # a rank alone keeps its row, because others may join later
+
+
 def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> Strategy:
     if settings.use_horovod:  # even for a single rank, because user code may call Horovod's methods of the optimizers
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
@@ -410,7 +426,7 @@ def _make_parallel(settings: TorchSettings, world: World, device: torch.device) 
         return Strategy(alone(has_others=world.is_distributed))
     if settings.strategy == "ddp":
         # Do not send metrics in each step from a GPU, because reading them would wait for the device.
-        return DDP(several(PeerMetrics() if device.type == "cpu" else None))
+        return DDP(several(shares_metrics=device.type == "cpu"))
     from raysgd.torch.parallel.fsdp import FSDP  # imported only if needed, because it loads more parts of PyTorch
 
     return FSDP(device, world.size, settings.fsdp_options)

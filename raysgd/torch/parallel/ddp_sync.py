@@ -28,7 +28,6 @@ from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.peer_metrics import PeerMetrics
 from raysgd.torch.parallel.scale import Scale
 from raysgd.torch.parallel.sync import GradientSync, Pass
 from raysgd.torch.parallel.tensors import all_sum, reachable
@@ -50,8 +49,8 @@ class DDPSync(GradientSync):
 
     averages = _defers = _defers_any = True
 
-    def __init__(self, peers: PeerMetrics | None = None) -> None:
-        super().__init__(peers=peers)
+    def __init__(self, shares_metrics: bool = False) -> None:
+        super().__init__(shares_metrics=shares_metrics)
         self._numbers: dict[int, int] = {}  # by the ID of a wrapper with raysgd's hook: its number in messages
         # For each model whose gradients have been all-reduced completely since a second backward pass began, the ID of
         # one of its parameters.

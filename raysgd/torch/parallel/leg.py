@@ -17,7 +17,6 @@ from typing import Any
 
 from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES, BatchPlan
 from raysgd.core.numbers.time_spent import UNDO
-from raysgd.torch.parallel.peer_metrics import Share
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
 from raysgd.torch.parallel.undo import Undo
@@ -72,7 +71,7 @@ class Leg:
         ledger: Ledger | None = None,
         open: Callable[[BatchPlan], None] | None = None,
         check: Callable[[], None] | None = None,
-        share: Share | None = None,
+        share: Callable[[Gather | None], None] | None = None,
     ) -> None:
         self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
         self._open, self._check, self._share = open, check, share

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.peer_metrics import PeerMetrics
 from raysgd.torch.parallel.record import FlightRecorder, StepRecord
 from raysgd.torch.parallel.scale import Items, Scale
 from raysgd.torch.parallel.tensors import multiply, reachable, repeat_first
@@ -38,12 +37,12 @@ class GradientSync:
 
     Args:
         has_others: See the attribute.
-        peers: See the attribute.
+        shares_metrics: See the attribute.
 
     Attributes:
         averages: True if gradients are averaged over the ranks, so that every optimizer step involves all ranks.
         has_others: True if there are other ranks, or if other ranks may join.
-        peers: Sends this rank's metrics to the other ranks in each step; None if metrics are not sent.
+        shares_metrics: True if each rank sends its metrics to the other ranks in each step, along with the gradients.
         left_out: Models without trainable parameters, whose buffers are copied from rank 0 to the other ranks.
         defers: True if the gradients of all batches of a step are all-reduced together, in the last batch.
         waits: True if a step must wait for the sums of its gradients, as with NCCL (ADR 175).
@@ -56,8 +55,8 @@ class GradientSync:
     is_lost = staticmethod(is_connection_error)
     _defers = _defers_any = False  # whether gradients can wait for the last batch of a step; also those of user code
 
-    def __init__(self, has_others: bool = True, peers: PeerMetrics | None = None) -> None:
-        self.has_others, self.peers = has_others, peers
+    def __init__(self, has_others: bool = True, shares_metrics: bool = False) -> None:
+        self.has_others, self.shares_metrics = has_others, shares_metrics
         self.left_out: list[torch.nn.Module] = []
         self.models: Sequence[torch.nn.Module] = ()
         self.defers = self._checks_losses = False

@@ -21,8 +21,8 @@ from raysgd.core.numbers.results import ProgressKind, num_samples_of, with_lost
 from raysgd.core.numbers.time_spent import DRIVER
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.worker.data.around_batch import around_batches
-from raysgd.trainer.worker.data.epoch_run import METRICS, Gate, HeldAtBoundary, RunState
-from raysgd.trainer.worker.data.rank_rows import RankRows
+from raysgd.trainer.worker.data.epoch_run import Gate, HeldAtBoundary, RunState
+from raysgd.trainer.worker.data.rank_rows import Gather, RankRows, RowExchange
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.state.copies import StateCopies
@@ -354,6 +354,17 @@ class TrainingCall:
         self.rows.lost.update(state.lost)
         self.rows.keep_lost(state.num_steps, state.others, state.others)
 
+    def share_metrics(self, exchange: RowExchange, gather: Gather | None = None) -> None:
+        """Exchange the sums of this rank's metrics, as they will be after the step, with the other ranks.
+
+        The metrics of the step's batches are in the sums even before the backward pass, as pending values.
+
+        Args:
+            exchange: Sends the row with the sums.
+            gather: See `RowExchange.exchange`.
+        """
+        self.rows.note(self.num_completed, exchange.exchange(*self.meters.tally(), gather))
+
     @property
     def _told(self) -> dict[str, MetricSummary]:
         """The metrics of all ranks as of the last completed step, by rank name."""
@@ -361,7 +372,7 @@ class TrainingCall:
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 
     def _read(self, row: Any) -> MetricSummary:
-        return self.meters.summary_of(*row.part(METRICS))
+        return self.meters.summary_of(row.layout, row.numbers.tolist())
 
     def keep_lost(self, present: Collection[str] | None, left: Iterable[RunState] = ()) -> None:
         """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.

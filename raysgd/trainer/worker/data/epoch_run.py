@@ -10,12 +10,6 @@ from typing import Any
 from raysgd.core.arrays.data_kinds import DataPosition
 from raysgd.core.numbers.meters import MetricSummary
 
-METRICS = "metrics"
-"""Name of the part of a rank's row that has the sums of its metrics.
-
-A row is the data that a rank sends to all other ranks in every step.
-"""
-
 
 def run_of(kept: Any, call_number: int) -> Any:
     """Return a rank's last record if it belongs to the training call with this number; otherwise None.

@@ -1,8 +1,8 @@
 """Exchanges metrics between ranks in every step, so that the metrics of a lost worker are not lost with it.
 
 In every step, before the optimizer steps, each rank sends all other ranks the metrics that it has measured so far. This
-message is called the rank's row. A row has named parts. Each part has values, and a layout that says what the values
-mean. A rank sends its layout only when the layout changes, which is rare.
+message is called the rank's row. It has values, and a layout that says what the values mean. A rank sends its layout
+only when the layout changes, which is rare.
 
 A rank that completes a step has received the rows of all ranks for that step. If a worker is lost, the surviving ranks
 have its metrics from its last row. Ranks also keep the rows of the step before, because they continue from that step if
@@ -23,9 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Part = tuple[Any, Sequence[float]]
-"""One part of a row: a layout, and the values that the layout describes."""
-
 Array = np.ndarray[Any, np.dtype[Any]]
 Gather = Callable[[Array], list[Array]]
 
@@ -39,21 +36,12 @@ class Row(NamedTuple):
     """The metrics that one rank sends to all other ranks in one step.
 
     Attributes:
-        parts: Name, layout and number of values of each part.
-        numbers: The values of all parts, concatenated.
+        layout: Says what the values mean, such as the names of the metrics.
+        numbers: The values.
     """
 
-    parts: tuple[tuple[str, Any, int], ...]
+    layout: Any
     numbers: Array
-
-    def part(self, name: str) -> Part | None:
-        """Return the part of the row that has this name, or None if the row has no such part."""
-        start = 0
-        for each, layout, length in self.parts:
-            if each == name:
-                return layout, self.numbers[start : start + length].tolist()
-            start += length
-        return None
 
 
 class RowExchange:
@@ -68,34 +56,33 @@ class RowExchange:
     """
 
     def __init__(self, name: str, gather: Gather) -> None:
-        self.name, self._gather = name, gather
+        self.name, self.gather = name, gather
         self._capacity = _FIRST_CAPACITY
         self._told: Any = None
         self._layouts: dict[int, Any] = {}
 
-    def exchange(self, parts: Mapping[str, Part], gather: Gather | None = None) -> dict[str, Row]:
-        """Send a row with these parts to all ranks. Return the rows of all ranks, by rank name.
+    def exchange(self, layout: Any, numbers: Sequence[float], gather: Gather | None = None) -> dict[str, Row]:
+        """Send a row to all ranks. Return the rows of all ranks, by rank name.
 
         Args:
-            parts: The parts of this rank's row, by name.
+            layout: The layout of this rank's row.
+            numbers: The values of this rank's row.
             gather: All-gather function to use instead of the default, for example one that sends other data together
                 with the row. If the rows turn out to be too long for it, they are sent again with the default.
         """
-        own = self._encoded(parts)
-        received = self._gathered(own, gather or self._gather)
+        own = self._encoded((self.name, layout), numbers)
+        received = self._gathered(own, gather or self.gather)
         heads = _heads_of(received)
         while (needed := max(num_bytes for num_bytes, *_ in heads)) > self._capacity:
             # All ranks compute the new capacity from the same rows, so it is the same on all ranks.
             self._capacity = 1 << (needed - 1).bit_length()
-            received = self._gathered(own, self._gather)
+            received = self._gathered(own, self.gather)
             heads = _heads_of(received)
         return dict(map(self._decoded, itertools.count(), received, heads))
 
-    def _encoded(self, parts: Mapping[str, Part]) -> bytes:
-        layout = self.name, tuple((name, layout, len(numbers)) for name, (layout, numbers) in parts.items())
+    def _encoded(self, layout: Any, numbers: Sequence[float]) -> bytes:
         told = b"" if layout == self._told else pickle.dumps(layout)
         self._told = layout
-        numbers = [number for _, each in parts.values() for number in each]
         body = struct.pack(f"<{len(numbers)}d", *numbers) + told
         return _HEAD.pack(_HEAD.size + len(body), len(numbers), len(told)) + body
 
@@ -110,8 +97,8 @@ class RowExchange:
         end = _HEAD.size + 8 * num_numbers
         if num_bytes:
             self._layouts[rank] = pickle.loads(row[end : end + num_bytes].data)
-        name, parts = self._layouts[rank]
-        return name, Row(parts, row[_HEAD.size : end].view("<f8"))
+        name, layout = self._layouts[rank]
+        return name, Row(layout, row[_HEAD.size : end].view("<f8"))
 
 
 def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:

@@ -23,7 +23,7 @@ from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochAnswer, merged
-from raysgd.trainer.worker.data.epoch_run import METRICS, Gate, HeldAtBoundary, RunState
+from raysgd.trainer.worker.data.epoch_run import Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.rank_rows import Row
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.copies import StateCopies
@@ -317,7 +317,7 @@ def told(name: str, run: TrainingCall) -> tuple[str, Row]:
     run.meters.add_pending({"loss": 3.0}, 2)
     layout, numbers = run.meters.tally()
     run.meters.drop_pending()
-    return name, Row(((METRICS, layout, len(numbers)),), np.array(numbers))
+    return name, Row(layout, np.array(numbers))
 
 
 def after_steps(name: str, num_steps: int, loss: float) -> TrainingCall:

@@ -31,8 +31,8 @@ def told(groups: list[Group], steps: list[Any]) -> list[list[dict[str, Any]]]:
         exchange = RowExchange(f"name of {group.rank}", group.gather)
         found = []
         for step in steps:
-            rows = exchange.exchange(step(group.rank))
-            found.append({name: {part: row.part(part) for part in ("a", "b")} for name, row in rows.items()})
+            rows = exchange.exchange(*step(group.rank))
+            found.append({name: (row.layout, row.numbers.tolist()) for name, row in rows.items()})
         return found
 
     return on_all(groups, take_steps)
@@ -40,38 +40,29 @@ def told(groups: list[Group], steps: list[Any]) -> list[list[dict[str, Any]]]:
 
 def test_every_rank_hears_what_each_rank_tells_in_each_step(groups: list[Group]) -> None:
     def step(number: int) -> Any:
-        return lambda rank: {"a": (("loss",), [number + 0.1 * rank]), "b": ("lanes", [1.0, 2.0 * rank, 3e300])}
+        return lambda rank: (("loss", "lanes"), [number + 0.1 * rank, 1.0, 2.0 * rank, 3e300])
 
     ranks = range(len(groups))
     for heard in told(groups, [step(0), step(1)]):
         for number, rows in enumerate(heard):
-            assert rows == {
-                f"name of {rank}": {"a": (("loss",), [number + 0.1 * rank]), "b": ("lanes", [1.0, 2.0 * rank, 3e300])}
-                for rank in ranks
-            }
+            assert rows == {f"name of {rank}": step(number)(rank) for rank in ranks}
 
 
 def test_ranks_may_tell_different_things_and_others_than_before(groups: list[Group]) -> None:
     last = len(groups) - 1
 
-    def first(rank: int) -> dict[str, Any]:
-        return {"a": ((), [])}
+    def first(rank: int) -> Any:
+        return (), []
 
-    def second(rank: int) -> dict[str, Any]:
-        return {"a": (tuple(f"metric {number}" for number in range(rank)), [float(rank)] * rank)}
+    def second(rank: int) -> Any:
+        return tuple(f"metric {number}" for number in range(rank)), [float(rank)] * rank
 
-    def third(rank: int) -> dict[str, Any]:  # more than fits
-        return {"a": ("many", [float(number) for number in range(3000)]), "b": (None, [7.0])} if rank == last else {}
+    def third(rank: int) -> Any:  # more than fits
+        return ("many", [float(number) for number in range(3000)]) if rank == last else (None, [])
 
     for heard in told(groups, [first, second, third, second, first]):
-        assert heard[1][f"name of {last}"] == {
-            "a": (tuple(f"metric {n}" for n in range(last)), [last] * last),
-            "b": None,
-        }
-        assert heard[2][f"name of {last}"]["a"] == ("many", list(range(3000)))
-        assert heard[2][f"name of {last}"]["b"] == (None, [7.0])
-        assert [heard[2][f"name of {rank}"]["a"] for rank in range(last)] == [None] * last
-        assert heard[3] == heard[1]
+        for number, step in ((1, second), (2, third), (3, second), (4, first)):
+            assert heard[number] == {f"name of {rank}": step(rank) for rank in range(len(groups))}
         assert heard[4] == heard[0]
 
 
