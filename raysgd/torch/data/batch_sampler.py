@@ -102,8 +102,9 @@ class PassPlan:
         Raises:
             ValueError: `steps` is negative or exceeds the number of remaining steps.
         """
-        check_range("steps", steps, minimum=0, maximum=self.num_steps)
-        return self.num_samples if steps == self.num_steps else self._starts[steps]
+        num_steps = len(self._starts)
+        check_range("steps", steps, minimum=0, maximum=num_steps)
+        return self.num_samples if steps == num_steps else self._starts[steps]
 
     @property
     def has_single_samples(self) -> bool:

@@ -286,7 +286,7 @@ class TorchHostedOperator(HostedOperator):
         if sync.shares_metrics and self.epoch_obstacle is None and is_divided:
             exchange = self._row_exchange()
             share = exchange and partial(call.share_metrics, exchange)
-        leg = parts.begin_leg(call.epoch_idx, source, ledger=self.ledger, share=share)
+        leg = parts.begin_leg(call.progress.epoch_idx, source, ledger=self.ledger, share=share)
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
@@ -294,7 +294,7 @@ class TorchHostedOperator(HostedOperator):
         try:
             can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
             parts.undo.open_call(can_continue and is_divided)
-            with leg.flight_recorder.of_call(), self._in_shares(call.num_steps is None, source), noting:
+            with leg.flight_recorder.of_call(), self._in_shares(call.progress.num_requested is None, source), noting:
                 yield
             leg.items.check_counted()
         finally:

@@ -54,9 +54,9 @@ class BatchRecord:
         self.items: list[Any] = []
         self.uncounted: Any = False
 
-    def ask_to_step(self, is_asked: bool) -> None:
+    def ask_to_step(self) -> None:
         """Record that user code has called `optimizer_step`."""
-        self.has_asked_to_step |= is_asked
+        self.has_asked_to_step = True
 
     def forget_items(self) -> None:
         """Let the criterion's calls from now on count for the next metrics of the batch."""
@@ -65,7 +65,7 @@ class BatchRecord:
     def end(self) -> None:
         """Let what follows belong to no batch. What was computed for this batch remains recorded."""
         self.waits = self.is_by_samples = self.uncounted = False
-        self.forget_items()
+        self.items = []
 
 
 class Saved:

@@ -255,7 +255,8 @@ class Gradients(OptimizerSteps):
             given: First argument of the call to `optimizer_step`; None if it has no argument.
         """
         leg = self._sync.leg
-        leg.batch.ask_to_step(leg.rules.has_several)
+        if leg.rules.has_several:
+            leg.batch.ask_to_step()
         for optimizer in self.registered(given) if leg.plan.sync_gradients else ():
             self._complete(optimizer)
             self._precision.unscale(optimizer)
@@ -269,7 +270,8 @@ class Gradients(OptimizerSteps):
             before: Function that gets each optimizer before it steps, with the averaged, unscaled gradients.
         """
         leg = self._sync.leg
-        leg.batch.ask_to_step(leg.rules.has_several)
+        if leg.rules.has_several:
+            leg.batch.ask_to_step()
         for each in self.chosen("optimizer_step", optimizer) if leg.plan.sync_gradients else ():
             if leg.rules.has_several:
                 self._complete(each)

@@ -354,7 +354,7 @@ class ClassRunner(ABC):
         self._ledger.begin_call()
         hosted.parts.begin_call()
         hosted.set_timers(request.profile)
-        if call is not None and (call.num_completed, call.epoch_idx) == (begun.num_steps, begun.epoch_idx):
+        if call is not None and (call.num_completed, call.progress.epoch_idx) == (begun.num_steps, begun.epoch_idx):
             call.detach()  # the earlier run used this same process, which still holds the epoch's metric objects
             call.note(call_number=request.call_number)
             return call.resume(request, share)
@@ -402,7 +402,7 @@ class ClassRunner(ABC):
         self._ledger.note_recovery()
         hosted, feed, call = self._hosted, self._hosted.feed, self._training
         obstacle, is_whole = hosted.group_obstacle, hosted.parts.is_whole
-        if call is None or call.is_finished:
+        if call is None or call.progress.is_finished:
             num_steps = call.num_completed + 1 if call is not None else 0
             return ReplicaProgress(num_steps, is_whole, obstacle or feed.order_obstacle)
         obstacle = obstacle or hosted.epoch_obstacle or feed.order_obstacle or feed.obstacle_of_call(call.cursor)
@@ -637,7 +637,7 @@ class ClassRunner(ABC):
     def _unfinished(self) -> TrainingCall | None:
         """The training call that this worker has started but not finished, or None if there is no such call."""
         call = self._training
-        return None if call is None or call.is_finished else call
+        return None if call is None or call.progress.is_finished else call
 
     @property
     def _running(self) -> TrainingCall | EvaluationCall | None:

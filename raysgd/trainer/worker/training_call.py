@@ -83,16 +83,6 @@ class TrainingCall:
         """Number of steps to take, or None for the rest of the pass."""
         return self.progress.num_requested
 
-    @property
-    def epoch_idx(self) -> int:
-        """Index of the pass over the data in which the call started."""
-        return self.progress.epoch_idx
-
-    @property
-    def is_finished(self) -> bool:
-        """True if the call is complete, possibly because another rank reported this."""
-        return self.progress.is_finished
-
     def note(self, **changes: Any) -> None:
         """Replace attributes of `progress`."""
         self.progress = replace(self.progress, **changes)
@@ -111,7 +101,7 @@ class TrainingCall:
         hosted = self._hosted
         if self.answer is not None:
             return self.with_lost(self.answer, hosted.world.rank)
-        if self.is_finished:  # another rank finished the call: only report this rank's metrics
+        if self.progress.is_finished:  # another rank finished the call: only report this rank's metrics
             return self._end(hosted.parts.results(self.meters), request)
         if request.hold_at is not None and self.num_completed >= request.hold_at:
             # All ranks had stopped here, as planned, but one of them was lost before the driver had all answers.
@@ -132,7 +122,7 @@ class TrainingCall:
         hosted, parts, feed, operator = self._hosted, self._hosted.parts, self._hosted.feed, self._hosted.operator
         internals, is_alone = operator._raysgd, not hosted.world.is_distributed
         callbacks, has_stock_loop = internals.callbacks, parts.has_stock_loop
-        self.info = {**request.info, **internals.info_of_call(request.num_steps, self.epoch_idx)}
+        self.info = {**request.info, **internals.info_of_call(request.num_steps, self.progress.epoch_idx)}
         epoch_before, taken_before = feed.epoch, cursor.num_steps_taken
         self.attach(cursor)
         if request.hold_at is not None and request.hold_at > self.num_completed:
@@ -141,7 +131,7 @@ class TrainingCall:
         loop = StepLoop(cursor, parts, num_steps, self._committed, request.redraw)
         batches = Batches(hosted.ledger.timing(loop.batches()), loop)
         lost = () if hosted.world.rank else tuple(self.rows.lost.values())
-        given = {"info": self.info, "num_steps": request.num_steps, "epoch_idx": self.epoch_idx}
+        given = {"info": self.info, "num_steps": request.num_steps, "epoch_idx": self.progress.epoch_idx}
         try:
             with ExitStack() as stack:
                 self.is_running = True
@@ -267,16 +257,15 @@ class TrainingCall:
         num_used = after.used_since(before) if before and after else 0
         answer = replace(
             answer,
-            epoch_idx=self.epoch_idx,
-            call_number=self.call_number,
+            epoch_idx=self.progress.epoch_idx,
+            call_number=self.progress.call_number,
             heartbeat=heartbeat,
             place=place,
             joint_work=parts.joint_work,
             num_used=num_used,
             weight_sums=hosted.weight_sums() if request.compares_ranks else None,
         )
-        self.answer = answer
-        self.note(is_finished=True)
+        self.answer, self.progress = answer, replace(self.progress, is_finished=True)
         parts.end_call()
         hosted.ledger.enter(DRIVER)
         return self.with_lost(answer, hosted.world.rank)
@@ -297,7 +286,8 @@ class TrainingCall:
     @property
     def num_steps_left(self) -> int | None:
         """Number of steps that remain to be taken. None if the call takes the rest of the pass."""
-        return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
+        requested = self.progress.num_requested
+        return None if requested is None else max(0, requested - self.num_completed)
 
     def detach(self) -> None:
         """Drop the cursor, because the call will continue in a new group of workers with a new cursor.
@@ -312,8 +302,8 @@ class TrainingCall:
 
     @property
     def _has_no_step_left(self) -> bool:
-        if self.num_steps is not None:
-            return self.num_completed >= self.num_steps
+        if self.progress.num_requested is not None:
+            return self.num_completed >= self.progress.num_requested
         if self.cursor is None:
             return self.progress.is_exhausted
         return self.num_completed > 0 and not self.cursor.is_mid_pass

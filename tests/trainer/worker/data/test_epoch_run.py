@@ -249,7 +249,7 @@ def test_a_run_without_steps_left_is_exhausted_though_it_was_not_finished(num_st
     stream.break_off()
     run.detach()
     assert run.progress.is_exhausted
-    assert not run.is_finished
+    assert not run.progress.is_finished
 
 
 def test_a_run_that_broke_off_in_its_last_step_has_that_one_left() -> None:
@@ -284,7 +284,7 @@ def test_another_worker_goes_on_from_what_a_run_says_of_itself() -> None:
     assert state == RunState(num_steps=3, epoch_idx=2, num_requested=8, name="a")
     second = a_run(name="b", epoch_idx=0)
     second.take_over(state)
-    assert (second.epoch_idx, second.num_completed, second.num_steps_left) == (2, 3, 5)
+    assert (second.progress.epoch_idx, second.num_completed, second.num_steps_left) == (2, 3, 5)
     assert second.meters.num_batches == 3
 
 
@@ -305,9 +305,9 @@ def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
     run.answer = EpochAnswer(None, None, 8)
     run.note(is_finished=True)
     run.take_over(RunState(5, 2, 8))
-    assert (run.answer, run.is_finished, run.num_steps_left) == (None, False, 3)
+    assert (run.answer, run.progress.is_finished, run.num_steps_left) == (None, False, 3)
     run.take_over(RunState(8, 2, 8, is_exhausted=True, is_finished=True))
-    assert (run.progress.is_exhausted, run.is_finished) == (True, True)
+    assert (run.progress.is_exhausted, run.progress.is_finished) == (True, True)
 
 
 # ------------------------------------------------------------------------------------------------ lost ranks
