@@ -135,11 +135,7 @@ class PassPlan:
 
         Yields:
             The position of the global batch's first sample in the order of the pass, and the `BatchShare`.
-
-        Raises:
-            ValueError: `rank` is out of range.
         """
-        check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         size, shares = -1, []
         ends = [self._span(self.num_steps - 1)[1]] if self._starts else []
         for start, stop in pairwise(chain(self._starts, ends)):
@@ -164,7 +160,6 @@ class PassPlan:
 
     def num_batches(self, rank: int) -> int:
         """Return the number of batches that `rank` loads in the rest of the pass, including padding."""
-        check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         return sum(
             num_steps * sum(share.stop > share.start for share in self._shares_of_batch(rank, size))
             for size, num_steps in self._sizes.items()
@@ -335,8 +330,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: A value is out of range.
         """
-        check_range("world_size", world_size, minimum=1)
-        check_range("rank", rank, minimum=0, maximum=world_size - 1)
         if batch_size is not None:
             check_range("batch_size", batch_size, minimum=1)
             self.batch_size = batch_size

@@ -112,9 +112,6 @@ def shard_loader(
         rule: Rule for splitting each global batch, the batch of one step of all workers, among the workers. None if the
             loader's `batch_size` is the batch size of one worker.
 
-    Raises:
-        ValueError: `rank` or `world_size` is out of range.
-
     Examples:
         >>> sharded = shard_loader(DataLoader(range(8), batch_size=2), rank=1, world_size=2, training=True)
         >>> plan = sharded.sampler.begin_pass(0, seed=0)

@@ -18,7 +18,7 @@ from typing import Any
 from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES, BatchPlan
 from raysgd.core.numbers.time_spent import UNDO
 from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
-from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale
+from raysgd.torch.parallel.scale import UNSCALED, Accumulation, BatchItems, Scale, scale_of
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker.data.rank_rows import Gather
 from raysgd.trainer.worker.ledger import Ledger
@@ -37,9 +37,8 @@ class Leg:
         record: What has happened since the last commit, perhaps between two calls.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
-        open: Function that is called before each batch, for example to let the all-reduce of its gradients wait for a
-            later batch. None if there is nothing to do.
-        check: Function that is called when a step has ended, and raises if the step is invalid. None for no check.
+        sync: The `GradientSync` whose `open` is called before each batch, and `check` when a step has ended; None if
+            there is nothing to do then.
         share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
 
     Attributes:
@@ -69,12 +68,11 @@ class Leg:
         record: StepRecord | None = None,
         flight_recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
-        open: Callable[[BatchPlan], None] | None = None,
-        check: Callable[[], None] | None = None,
+        sync: Any = None,
         share: Callable[[Gather | None], None] | None = None,
     ) -> None:
         self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
-        self._open, self._check, self._share = open, check, share
+        self._sync, self._share = sync, share
         self.items, self.scale = BatchItems(self), UNSCALED
         self.batch = BatchRecord()
         self.record = StepRecord() if record is None else record
@@ -109,8 +107,8 @@ class Leg:
                 f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
             )
-        if self._open is not None:
-            self._open(plan)
+        if self._sync is not None:
+            self._sync.open(plan)
         if self.undo is not None and plan.starts_step:
             self.record.begin(self.undo.save(self.ledger.inside(UNDO)))
         if self._num_waiting and not self._weighs_like(plan):
@@ -118,11 +116,7 @@ class Leg:
         waits = rules.has_several or rules.averages
         self._num_waiting += waits
         self.plan, self.batch = plan, BatchRecord(self.batch.number + 1, waits)
-        if rules.num_shards:
-            self.scale = Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
-        else:
-            is_even = rules.has_several or plan.weight == 1.0
-            self.scale = UNSCALED if is_even else Scale(gradients=plan.weight)
+        self.scale = scale_of(plan, rules)
 
     def _weighs_like(self, plan: BatchPlan) -> bool:
         """Return True if a batch has the same weight in its step as the previous batch.
@@ -171,8 +165,8 @@ class Leg:
         Returns:
             The record of the step.
         """
-        if has_step and self._check is not None:
-            self._check()
+        if has_step and self._sync is not None:
+            self._sync.check()
         record, self.record = self.record, StepRecord(self.record.error)
         return record
 

@@ -35,8 +35,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
+from raysgd.trainer.worker.step_loop import StepRules
 
 
 class Scale(NamedTuple):
@@ -54,6 +56,13 @@ class Scale(NamedTuple):
 
 
 UNSCALED = Scale()
+
+
+def scale_of(plan: BatchPlan, rules: StepRules) -> Scale:
+    """Return how the first backward pass of a batch is weighted by samples, even if user code runs it."""
+    if rules.num_shards:
+        return Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
+    return UNSCALED if rules.has_several or plan.weight == 1.0 else Scale(gradients=plan.weight)
 
 
 class BatchItems:

@@ -99,7 +99,7 @@ class GradientSync:
         self._checks_losses = may_run_backward and self.has_others
         self._set_sync(True)
         if self.has_others or rules.num_shards:
-            options |= {"open": self.open, "check": self.check}
+            options["sync"] = self
         flight_recorder = FlightRecorder(self.leg.flight_recorder.number + self.averages)
         return self._set_leg(rules, record=self.leg.record, flight_recorder=flight_recorder, **options)
 

@@ -123,13 +123,9 @@ def test_impossible_plans_are_refused(changes: dict[str, Any], message: str) -> 
         make_plan(**{"num_samples": 8, **changes})
 
 
-def test_positions_outside_the_plan_and_batches_of_unknown_ranks_are_refused() -> None:
+def test_positions_outside_the_plan_are_refused() -> None:
     with pytest.raises(ValueError, match="steps=3"):
         make_plan(8).consumed_after(3)
-    with pytest.raises(ValueError, match="rank=2"):
-        make_plan(8).num_batches(2)
-    with pytest.raises(ValueError, match="rank=2"):
-        next(make_plan(8).shares(2))
 
 
 def test_a_step_says_where_it_begins_and_ends() -> None:
