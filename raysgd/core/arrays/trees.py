@@ -11,13 +11,18 @@ from typing import Any
 import numpy as np
 
 
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a copy of a nested structure with `function` applied to each leaf."""
+def mapped(tree: Any, function: Callable[[Any], Any], *, in_lists: bool = False) -> Any:
+    """Return a copy of a nested structure with `function` applied to each leaf.
+
+    With `in_lists=True`, lists are not leaves, but parts of the structure.
+    """
     if isinstance(tree, Mapping):
-        return {name: mapped(part, function) for name, part in tree.items()}
-    if isinstance(tree, tuple):
-        parts = [mapped(part, function) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+        return {name: mapped(part, function, in_lists=in_lists) for name, part in tree.items()}
+    if isinstance(tree, tuple) or (in_lists and isinstance(tree, list)):
+        parts = [mapped(part, function, in_lists=in_lists) for part in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*parts)
+        return type(tree)(parts) if in_lists else tuple(parts)
     return function(tree)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from raysgd.core.arguments import is_integer
+from raysgd.core.arrays import trees
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.core.numbers.metric_meters import weight_of
 from raysgd.trainer.worker.state.state_checks import check_count, require
@@ -163,14 +164,9 @@ def loss_of(output: Any) -> torch.Tensor | None:
 def detached(output: Any) -> Any:
     """Return the output of a `training_step` with its tensors detached from the autograd graph.
 
-    Tensors in nested dicts are included, but tensors in lists and tuples are not.
+    Tensors in nested dicts, lists and tuples are included.
     """
-    if isinstance(output, Mapping):
-        return {name: detached(value) for name, value in output.items()}
-    if isinstance(output, list | tuple):
-        values = [detached(value) for value in output]
-        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
-    return output.detach() if isinstance(output, torch.Tensor) else output
+    return trees.mapped(output, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, in_lists=True)
 
 
 def numbers_in(output: Any, loss_name: str) -> dict[str, Any]:

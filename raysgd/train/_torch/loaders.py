@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice
@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from raysgd.air.session import helper_session
+from raysgd.core.arrays import trees
 from raysgd.core.arrays.division import Division
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.seeds import seed_of
@@ -599,12 +600,4 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def _map_tensors(batch: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: _map_tensors(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_tensors(value, function) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_map_tensors(value, function) for value in batch)
-    return batch
+    return trees.mapped(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, in_lists=True)
