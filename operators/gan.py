@@ -199,8 +199,7 @@ class GANOperator(TrainingOperator):
             return self.generator(noise.to(self.device, non_blocking=True))
 
     def _loss(self, scores: torch.Tensor, target: float) -> torch.Tensor:
-        loss: torch.Tensor = self.criterion(scores, torch.full_like(scores, target))
-        return loss
+        return self.criterion(scores, torch.full_like(scores, target))
 
     def _minimize(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Compute the gradients of a network's loss and step its optimizer, also in mixed precision."""

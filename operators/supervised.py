@@ -183,8 +183,7 @@ def _optimizer_class(named: Any) -> Callable[..., torch.optim.Optimizer]:
     if isinstance(named, str) and named.lower() in OPTIMIZERS:
         return OPTIMIZERS[named.lower()]
     if callable(named):
-        make: Callable[..., torch.optim.Optimizer] = named
-        return make
+        return named
     raise ValueError(
         f"`config['optimizer']={named!r}`: allowed are {', '.join(map(repr, OPTIMIZERS))} and classes that are called "
         "like those of `torch.optim`. For more options override `build_optimizer`."

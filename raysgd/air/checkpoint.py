@@ -148,8 +148,7 @@ class Checkpoint:
         import cloudpickle
 
         content = self.to_dict()
-        data: bytes = cloudpickle.dumps(content[_BYTES_KEY] if set(content) == {_BYTES_KEY} else content)
-        return data
+        return cloudpickle.dumps(content[_BYTES_KEY] if set(content) == {_BYTES_KEY} else content)
 
     @classmethod
     def from_object_ref(cls: type[CheckpointType], obj_ref: ray.ObjectRef[Any]) -> CheckpointType:

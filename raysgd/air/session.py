@@ -420,7 +420,6 @@ def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
         read: Function that returns the fact from the `TrialFacts` of a `fit` run.
     """
     if (tune := tune_here()) is not None:
-        value: T = getattr(tune.get_context(), function)()
-        return value
+        return getattr(tune.get_context(), function)()
     session = session_or_warning(function, stacklevel=4)
     return read(session.facts) if session is not None and session.facts is not None else None

@@ -101,8 +101,7 @@ class AveragedWeights(WorkerCallback):
             raise RuntimeError(
                 f"`{self.state_key()}` has averaged nothing yet: pass it to `trainer.fit(callbacks=[...])` first."
             )
-        weights: Weights = state["weights"]
-        return weights
+        return state["weights"]
 
 
 class EMA(AveragedWeights):

@@ -242,8 +242,7 @@ def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = 
     copied: Any = copy.copy(config) if isinstance(config, MutableMapping) else dict(config)
     for name, value in (changes or {}).items():
         copied[name] = value
-    result: dict[str, Any] = copied
-    return result
+    return copied
 
 
 def _bases_of(kind: type[Any]) -> list[str]:

@@ -202,8 +202,7 @@ class Journal:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all steps in the journal, in ascending order."""
-        numbers: list[int] = self._numbers.tolist()
-        return numbers
+        return self._numbers.tolist()
 
     def check_step(self, number: int) -> StepRecord:
         """Return the record of a step.

@@ -290,8 +290,7 @@ class TableStream(FileStream):
         require("pyarrow", "storage", f"`{type(self).__name__}`")
 
     def _content(self, file: StreamFile) -> AbstractContextManager[Any]:
-        content: AbstractContextManager[Any] = file.folder.filesystem.open_input_file(file.path)
-        return content
+        return file.folder.filesystem.open_input_file(file.path)
 
 
 class ParquetStream(TableStream):

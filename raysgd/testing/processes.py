@@ -225,8 +225,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
     def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
         if num_workers <= max(ranks):
-            group: WorkerGroup = original(spec, num_workers)
-            return group
+            return original(spec, num_workers)
         undo()
         doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
         doomed: WorkerGroup = original(doomed_spec, num_workers)

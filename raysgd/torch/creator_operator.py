@@ -96,8 +96,7 @@ class CreatorOperator(TrainingOperator):
     @property
     def model(self) -> torch.nn.Module:
         """The model that `model_creator` returned, or the first of several, wrapped for distributed training."""
-        model: torch.nn.Module = self._raysgd.registered.models[0]
-        return model
+        return self._raysgd.registered.models[0]
 
     @property
     def optimizer(self) -> Any:

@@ -113,8 +113,7 @@ class ResNet(nn.Module):
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             features = stage(features)
         pooled = functional.avg_pool2d(features, kernel_size=4).flatten(start_dim=1)
-        logits: torch.Tensor = self.linear(pooled)
-        return logits
+        return self.linear(pooled)
 
 
 def _shortcut(in_planes: int, out_planes: int, stride: int) -> nn.Sequential:

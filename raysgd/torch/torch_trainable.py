@@ -29,8 +29,7 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
     @property
     def trainer(self) -> TorchTrainer:
         """The `TorchTrainer` that this trial has created."""
-        trainer: TorchTrainer = self._trainer
-        return trainer
+        return self._trainer
 
     def step(self) -> dict[str, Any]:
         """Train for one epoch, then validate. Return both results in one dict.
@@ -74,8 +73,7 @@ def make_trainable(
         def step(self) -> dict[str, Any]:
             if override_tune_step is None:
                 return super().step()
-            result: dict[str, Any] = override_tune_step(self._trainer, {"iteration": self.training_iteration})
-            return result
+            return override_tune_step(self._trainer, {"iteration": self.training_iteration})
 
         def _create_trainer(self, tune_config: dict[str, Any]) -> TorchTrainer:
             self._resources = _resources_of(options, tune_config)

@@ -617,8 +617,7 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
 
 def answer_to(questions: Sequence[Question], preemption: Callable[[], PreemptionInfo | None]) -> bytes:
     """Return the driver's answer to a question that all ranks have asked, as a pickle. All ranks get this answer."""
-    answer: bytes = questions[0].data if questions[0].name == BROADCAST else cloudpickle.dumps(preemption())
-    return answer
+    return questions[0].data if questions[0].name == BROADCAST else cloudpickle.dumps(preemption())
 
 
 def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ...]]:

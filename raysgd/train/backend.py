@@ -76,8 +76,7 @@ class Backend:
     @staticmethod
     def decode_data(encoded_data: EncodedData) -> dict[str, Any]:
         """Convert a report or checkpoint back from the form that `encode_data` returned. Called in the driver."""
-        decoded: dict[str, Any] = encoded_data
-        return decoded
+        return encoded_data
 
     @staticmethod
     def explain(error: Exception) -> Exception:
@@ -218,8 +217,7 @@ def resolve(backend: str | BackendConfig) -> BackendConfig:
     if backend not in _NAMED:
         raise ValueError(f"`backend={backend!r}`: allowed are {', '.join(map(repr, _NAMED))}.")
     module, name = _NAMED[backend]
-    config: BackendConfig = getattr(importlib.import_module(module), name)()
-    return config
+    return getattr(importlib.import_module(module), name)()
 
 
 def backend_of(config: BackendConfig) -> Backend:
@@ -238,8 +236,7 @@ def backend_of(config: BackendConfig) -> Backend:
             f"`{type(config).__name__}.backend_cls` gives {backend_cls!r}, which has no {', '.join(missing)}: need a "
             "subclass of `raysgd.train.backend.Backend`."
         )
-    backend: Backend = made
-    return backend
+    return made
 
 
 former_names(__name__)

@@ -334,8 +334,7 @@ def checked_scaling(value: Any) -> ScalingConfig:
     """
     if isinstance(value, Mapping):
         return changed_scaling(ScalingConfig(), value)
-    config: ScalingConfig = checked_config("scaling_config", value, ScalingConfig)
-    return config
+    return checked_config("scaling_config", value, ScalingConfig)
 
 
 def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> ScalingConfig:
@@ -374,8 +373,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
         TypeError: `metadata` is neither a dict nor None.
         ValueError: `metadata` cannot be represented in JSON.
     """
-    through_json: dict[str, Any] = {} if metadata is None else json.loads(json.dumps(dict(checked_dict(metadata))))
-    return through_json
+    return {} if metadata is None else json.loads(json.dumps(dict(checked_dict(metadata))))
 
 
 def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: str) -> None:

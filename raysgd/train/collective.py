@@ -20,8 +20,7 @@ def broadcast_from_rank_zero(data: T) -> T:
     Raises:
         TypeError: This worker's `data` cannot be pickled.
     """
-    answer: T = helper_session().ask(BROADCAST, data)
-    return answer
+    return helper_session().ask(BROADCAST, data)
 
 
 def barrier() -> None:

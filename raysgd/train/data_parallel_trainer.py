@@ -321,6 +321,5 @@ def _chosen(framework: str, **configs: BackendConfig | None) -> BackendConfig:
         raise ValueError(f"{names} are two names of one option: pass `{framework}_config`.")
     default = resolve(framework)
     for name, config in passed.items():
-        chosen: BackendConfig = checked_config(name, config, type(default))
-        return chosen
+        return checked_config(name, config, type(default))
     return default

@@ -268,8 +268,7 @@ class Trainer(Detachable):
                         calls.process(results, self.history.events, None if newest is None else str(newest))
             if leaving.is_due():  # the functions have finished, but a signal has asked the program to end
                 leaving.end_program(self._checkpoints.keep_newest())
-        returned: list[T] = iterator.get_final_results() or []
-        return returned
+        return iterator.get_final_results() or []
 
     def run_iterator(
         self,

@@ -310,8 +310,7 @@ class OldNames(cst.CSTTransformer):
         return place.new
 
     def _line_of(self, node: cst.CSTNode) -> int:
-        line: int = self._program.resolve(PositionProvider)[node].start.line
-        return line
+        return self._program.resolve(PositionProvider)[node].start.line
 
     def _tell(self, node: cst.CSTNode, text: str, is_error: bool = False) -> None:
         self._findings.add(Finding(self._line_of(node), text, is_error))

@@ -59,8 +59,7 @@ class Metrics(dict[str, Any]):
     def _counted(self, name: str) -> float:
         if name not in self:
             raise AttributeError(f"This result has no {name!r}. Available: {', '.join(map(repr, self)) or 'nothing'}.")
-        count: float = self[name]
-        return count
+        return self[name]
 
 
 def merge(workers: Sequence[MetricSummary]) -> Metrics:

@@ -77,5 +77,4 @@ class _Memory:
 
     def view(self) -> Bytes:
         """Return a new NumPy array over the whole block."""
-        content: Bytes = self._content.numpy() if self.is_pinned else np.frombuffer(self._content, dtype=np.uint8)
-        return content
+        return self._content.numpy() if self.is_pinned else np.frombuffer(self._content, dtype=np.uint8)

@@ -24,8 +24,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the network's output for each number."""
-        output: torch.Tensor = self.layers(x)
-        return output
+        return self.layers(x)
 
 
 def model_creator(config: dict[str, Any]) -> nn.Module:

@@ -82,14 +82,12 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
     if model_creator is not None or data_creator is not None:
         raise ValueError("got both `training_operator_cls` and creator functions: pass one of the two.")
     check_operator_class(operator_cls, TrainingOperator, "raysgd.tf.TrainingOperator")
-    checked: type[TrainingOperator] = operator_cls
-    return checked
+    return operator_cls
 
 
 def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
     """Return the user's `model_creator` from an operator class that `resolve_operator` created."""
-    creator: Callable[[dict[str, Any]], Any] = operator_cls._model_creator
-    return creator
+    return operator_cls._model_creator
 
 
 _FROM_CREATOR = "the data comes from `data_creator`. Return it there, as datasets of batches"

@@ -182,9 +182,8 @@ class TFFeed(feed.DataFeed):
         return None
 
     def samples_used(self) -> SamplesUsed | None:
-        stream = self.train_cursor
-        used: SamplesUsed | None = stream.samples_used() if stream is not None else None
-        return used
+        cursor = self.train_cursor
+        return cursor.samples_used() if cursor is not None else None
 
 
 class FitFeed(TFFeed):

@@ -113,8 +113,7 @@ class TFHostedOperator(hosted.HostedOperator):
                 datasets.refuse_sparse(dataset)
             if obstacle is None:
                 refuse_stateful(operator._models)
-        made: TrainingOperator = operator
-        return made
+        return operator
 
     def facts(self) -> RunnerFacts:
         operator = self.operator

@@ -83,8 +83,7 @@ def _shuffles_of(dataset: Any) -> set[int]:
 
 def _inputs_of(dataset: Any) -> Sequence[Any]:
     require_names(dataset, "_inputs")
-    inputs: Sequence[Any] = dataset._inputs()
-    return inputs
+    return dataset._inputs()
 
 
 def unused_copy(dataset: Any) -> Any:
@@ -451,8 +450,7 @@ def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., A
     refuse_sparse(dataset)
 
     wrapped = (lambda *batch: function(batch)) if isinstance(dataset.element_spec, tuple) else function
-    converted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(wrapped)
-    return converted
+    return tf.autograph.experimental.do_not_convert(wrapped)
 
 
 def _part(batch: Any, rank: Any, num_workers: int) -> Any:

@@ -43,5 +43,4 @@ def _counts_of_keras() -> dict[str, int]:
     fresh: dict[str, int] = defaultdict(int)
     if attribute is None:
         return fresh
-    counts: dict[str, int] = attribute("object_name_uids", default=fresh, set_to_default=True)
-    return counts
+    return attribute("object_name_uids", default=fresh, set_to_default=True)

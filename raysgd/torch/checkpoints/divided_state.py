@@ -200,8 +200,7 @@ def of_snapshot(parts: DividedValue) -> DividedState:
 
     @cache
     def content(rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = decode(parts[rank], copy=False)
-        return found
+        return decode(parts[rank], copy=False)
 
     first = content(0)
     return DividedState(first["rest"], first["index"], len(parts), lambda rank: content(rank)["tensors"])
@@ -249,8 +248,7 @@ def _is_divided(tensor: Any) -> bool:
 
 def _local(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a `DTensor`. Return a plain tensor unchanged."""
-    local: torch.Tensor = tensor if _placement(tensor) is None else tensor.to_local()
-    return local
+    return tensor if _placement(tensor) is None else tensor.to_local()
 
 
 def _begin_here(tensor: Any) -> int:

@@ -45,8 +45,7 @@ class Generator(nn.Module):
 
     def forward(self, noise: torch.Tensor) -> torch.Tensor:
         """Generate an image from each row of noise."""
-        images: torch.Tensor = self.layers(noise.view(-1, NOISE_DIM, 1, 1))
-        return images
+        return self.layers(noise.view(-1, NOISE_DIM, 1, 1))
 
 
 class Discriminator(nn.Module):

@@ -268,8 +268,7 @@ class BatchMetrics(Internals):
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.context.device)
         self.parallel.all_sum(tensor)
-        sums: list[float] = tensor.tolist()
-        return sums
+        return tensor.tolist()
 
 
 def _is_result(value: Any, result: torch.Tensor) -> bool:

@@ -185,8 +185,7 @@ class TorchPredictor(TensorPredictor):
 
         An override can also return a data frame, although the annotation does not include this type.
         """
-        outputs: torch.Tensor | dict[str, torch.Tensor] = self.model(inputs)
-        return outputs
+        return self.model(inputs)
 
     def _predict_numpy(self, data: Any, dtype: Any = None, **kwargs: Any) -> Any:
         with torch.inference_mode():

@@ -109,8 +109,7 @@ def shared_accelerator() -> Accelerator:
     session = helper_session()
     if session.accelerator is None:
         session.accelerator = Accelerator(Precision(), _device_of(session), _steps_of(session))
-    accelerator: Accelerator = session.accelerator
-    return accelerator
+    return session.accelerator
 
 
 def _steps_of(session: RunningSession | Alone) -> GlobalSteps | None:

@@ -34,8 +34,7 @@ class NeuralNetwork(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return each image's scores for the ten classes."""
-        scores: torch.Tensor = self.layers(images)
-        return scores
+        return self.layers(images)
 
 
 def train_func(config: dict[str, Any]) -> list[float]:

@@ -315,8 +315,7 @@ class TrainerCalls:
     def test(self, options: EpochOptions, dataset: Any) -> Metrics:
         """Evaluate on `dataset`, and return the metrics. Their names start with `test_`."""
         record = self._begin("test")
-        metrics: Metrics = record(as_test(self._evaluated(options, dataset)))
-        return metrics
+        return record(as_test(self._evaluated(options, dataset)))
 
     def _evaluated(self, options: EpochOptions, dataset: Any, reduce_results: bool = True) -> Any:
         answers = self.answers_of_validation(options, dataset)

@@ -96,8 +96,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
     @property
     def training_operator_cls(self) -> type[AnyOperatorT]:
         """The operator class. `reload` changes it."""
-        operator_cls: type[AnyOperatorT] = self._life.settings.training_operator_cls
-        return operator_cls
+        return self._life.settings.training_operator_cls
 
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
         """Return an object that records changes of this trainer's settings and history.
@@ -620,8 +619,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
                 "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
                 "`use_local=True`."
             )
-        operator: AnyOperatorT = runner.operator
-        return operator
+        return runner.operator
 
     def shutdown(self, force: bool = False) -> None:
         """Shut down the workers and free their resources. A second call does nothing.

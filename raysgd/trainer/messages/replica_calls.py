@@ -25,17 +25,14 @@ def apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
 
 def epochs_done(replica: Any) -> int:
     """Return how many epochs the worker has completed."""
-    done: int = replica.epochs_done
-    return done
+    return replica.epochs_done
 
 
 def global_step(replica: Any) -> int:
     """Return how many batches the worker has trained on over all epochs."""
-    step: int = replica.operator.global_step
-    return step
+    return replica.operator.global_step
 
 
 def progress(replica: Any) -> CallProgress | None:
     """Return the progress of the call that the worker is running, or None between calls."""
-    progress: CallProgress | None = replica.progress()
-    return progress
+    return replica.progress()

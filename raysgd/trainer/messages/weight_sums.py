@@ -182,5 +182,4 @@ def _apart(one: WeightSums, other: WeightSums) -> Sequence[bool]:
             sizes[:, 1] = np.maximum(squares, _SMALLEST**2 * squares.sum(where=np.isfinite(squares)))
             sizes[:, 0] += np.sqrt(sizes[:, 1])
             is_same |= np.isfinite(distances) & (distances <= np.array(one.tolerances)[:, None] * sizes)
-    apart: Sequence[bool] = (~is_same.all(axis=1)).tolist()
-    return apart
+    return (~is_same.all(axis=1)).tolist()
