@@ -363,6 +363,26 @@ def test_a_new_worker_has_other_random_numbers_than_who_had_its_place_before(see
     assert not {*moved} & {*new}
 
 
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_worker_that_joins_draws_no_number_that_was_drawn_in_its_place(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn_after_joining(num_steps: int) -> float:
+        first = TorchRunner(TorchSettings(LinearOperator, {}, seed=seed), ALONE)
+        first.setup()
+        if num_steps:
+            train(first, num_steps=num_steps)
+        joining = TorchRunner(TorchSettings(LinearOperator, {}, strategy="none", seed=seed), World(1, 2))
+        joining.setup()
+        monkeypatch.setattr(joining._hosted, "receive", lambda source, takers: (first._hosted.state.read(), None))
+        joining.regroup(World(1, 2), StateHandover(source=0, takers=(1,)))
+        return float(torch.rand(()))
+
+    drawn = [drawn_after_joining(num_steps) for num_steps in (0, 1, 2, 2)]
+    assert len({*drawn[:3]}) == 3
+    assert drawn[2] == drawn[3], "a second run has the same"
+
+
 def test_where_nothing_random_belongs_to_a_rank_it_goes_on_as_setup_left_it() -> None:
     options = {"batch_options": BatchOptions(deterministic=True)}
     assert drawn_at(World(1, 2), **options) == drawn_at(World(0, 2))

@@ -166,6 +166,10 @@ class TorchHostedOperator(HostedOperator):
         elif not self.settings.batch_options.deterministic:  # user code in `setup` may have seeded all ranks alike
             rng.fork(self._drawn, rank)
 
+    def draw_apart(self) -> None:
+        if not self.has_trained and not self.settings.batch_options.deterministic:
+            rng.fork(rng.capture(), self.operator.global_step)
+
     def facts(self) -> TorchFacts:
         registered = self.internals.registered
         train, validation = self._data("train"), self._data("validation")

@@ -317,6 +317,9 @@ class HostedOperator(ABC):
         self.state.restore(shared_state, own_state)
         self.parts.note_restored()
 
+    def draw_apart(self) -> None:
+        """If this worker joins a run, let it draw other random numbers than the worker that it replaces has drawn."""
+
     def close(self) -> None:
         """Drop the iterators over data, which ends the worker processes of data loaders. The operator stays usable."""
         self.feed.close()

@@ -481,6 +481,7 @@ class ClassRunner(ABC):
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
         """Restore another rank's training state, and continue the training call from that rank's progress."""
         self._hosted.restore(state, None)
+        self._hosted.draw_apart()
         if run is None:
             self._training = None
             return
