@@ -317,7 +317,7 @@ class HostedOperator(ABC):
         self.state.restore(shared_state, own_state)
         self.parts.note_restored()
 
-    def draw_apart(self) -> None:
+    def draw_apart(self) -> None:  # noqa: B027 - Keras keeps its seeds in the model
         """If this worker joins a run, let it draw other random numbers than the worker that it replaces has drawn."""
 
     def close(self) -> None:
