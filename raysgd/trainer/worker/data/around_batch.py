@@ -51,8 +51,6 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
         metrics: The metrics that `train_batch` or `validate_batch` returned. They take precedence over `logged`.
         logged: The metrics that were passed to `self.log` in the batch.
     """
-    if not logged:
-        return metrics
     together = {**logged, **metrics}
     logged.clear()
     return together
@@ -75,10 +73,7 @@ def forget(internals: Any) -> None:
 
 def take_outside(internals: Any) -> dict[str, Any]:
     """Return the metrics that were logged outside any batch, for the result of the whole call, and clear them."""
-    if not (internals.logged or internals.logged_outside):
-        return {}
-    set_apart(internals)
-    taken: dict[str, Any] = dict(internals.logged_outside)
+    taken = {**internals.logged_outside, **internals.logged}
     forget(internals)
     return taken
 
