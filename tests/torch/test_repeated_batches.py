@@ -126,6 +126,8 @@ def test_a_rank_that_takes_over_goes_on_with_gradients_that_wait(make: Make) -> 
         Group(source, 3).train()
     source.regroup(WORLD, StateHandover())
     taker.regroup(WORLD, StateHandover())
-    taker._take_over(*source._handed_over())
+    call = source._training
+    assert call is not None
+    taker._take_over(source._hosted.state.read(), call.state(with_metrics=False))
     taker.resume_epoch(REQUEST)
     assert equal(trained_by(taker), trained_by(undisturbed))

@@ -448,14 +448,19 @@ class ClassRunner(ABC):
         """
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
-            self._suspend_call()
+            hosted.feed.break_off()
+            self._copies.forget_call()
+            if (call := self._unfinished) is not None:
+                call.suspend()
             self.drop_reload()  # the operator from `prepare_reload` belongs to the old group
             if handover.make_replica is not None:  # this standby worker was started with older settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
             hosted.take_rank(world)
             if world.rank == handover.source and handover.takers:
-                hosted.send(self._handed_over(), handover.takers)
+                call = self._training
+                run = None if call is None else call.state(with_metrics=False)
+                hosted.send((hosted.state.read(), run), handover.takers)
             elif world.rank in handover.takers:
                 self._take_over(*hosted.receive(handover.source, handover.takers))
             hosted.finish_regroup()
@@ -464,19 +469,6 @@ class ClassRunner(ABC):
                 call.keep_lost(names, handover.orphans)
             hosted.operator.world_changed()
             return hosted.facts()
-
-    def _suspend_call(self) -> None:
-        """Prepare the unfinished training call to continue in another group of workers."""
-        self._hosted.feed.break_off()
-        self._copies.forget_call()
-        call = self._unfinished
-        if call is not None:
-            call.suspend()
-
-    def _handed_over(self) -> tuple[Mapping[str, Any], RunState | None]:
-        """Return the training state and the progress of the training call, to be sent to other ranks."""
-        call = self._training
-        return self._hosted.state.read(), None if call is None else call.state(with_metrics=False)
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
         """Restore another rank's training state, and continue the training call from that rank's progress."""
