@@ -11,8 +11,7 @@ from itertools import islice
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd.core.arguments import is_integer
-from raysgd.core.arrays.batch_plan import NO_BATCH, BatchPlan, PlannedBatch
-from raysgd.core.numbers.seeds import seed_of
+from raysgd.core.arrays.batch_plan import NO_BATCH, BatchPlan, PlannedBatch, with_seeds
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of
@@ -22,7 +21,6 @@ from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, St
 Divide: TypeAlias = Callable[[int, int], Shares]
 """Function that takes the global batch size and the number of workers, and returns an object that splits batches."""
 _NUM_POSITIONS = 64
-_WHEN_TRAINED = 2
 
 
 @dataclass(frozen=True)
@@ -310,7 +308,7 @@ class StreamSource:
             if plan.starts_global_batch:
                 self._note(batch)
             if self.num_shards:
-                plan = plan._replace(seeds=self._seeds(pass_index, consumed, batch))
+                plan = with_seeds(plan, self.seed, pass_index, consumed, batch.start)
             yield self._planned(batch, plan, is_last and batch.after.num_rows == self._end)
             if is_last:
                 consumed = batch.after.num_rows
@@ -328,12 +326,6 @@ class StreamSource:
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
         for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
             yield self._planned(batch, batch.plan)
-
-    def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
-        """Return two random seeds: one for this batch, and one to set after the step, which is equal on all ranks."""
-        places = (consumed + batch.start, consumed)
-        own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
-        return own, of_step
 
     def _note(self, batch: StreamBatch) -> None:
         """Remember the position after a global batch, so that the pass can continue there after a failure."""

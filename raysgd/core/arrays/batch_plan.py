@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from raysgd.core.numbers.seeds import seed_of
+
+_WHEN_TRAINED = 2
+
 
 class BatchPlan(NamedTuple):
     """How one batch of this rank counts, and whether the optimizer steps after it.
@@ -57,6 +61,20 @@ def plan_of(
     """
     weight = num_samples * world_size / total_samples if total_samples else 0.0
     return BatchPlan(num_samples, total_samples, weight, starts, ends, is_padding=not num_samples)
+
+
+def with_seeds(plan: BatchPlan, seed: int, pass_index: int, first: int, start: int) -> BatchPlan:
+    """Return the plan of a logical shard with its seeds. The second one is the same on all ranks.
+
+    Args:
+        plan: How the shard counts.
+        seed: Seed of all passes.
+        pass_index: Index of the pass.
+        first: Position in the pass of the first sample of the global batch.
+        start: Index of the shard's first sample in the global batch.
+    """
+    own, of_step = (seed_of(seed, pass_index, at, _WHEN_TRAINED) for at in (first + start, first))
+    return plan._replace(seeds=(own, of_step))
 
 
 class PlannedBatch(NamedTuple):

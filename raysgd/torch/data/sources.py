@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.core.arrays.batch_plan import NO_BATCH, PlannedBatch, plan_of
+from raysgd.core.arrays.batch_plan import NO_BATCH, PlannedBatch, plan_of, with_seeds
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
 from raysgd.torch.data.batch_sampler import PassPlan
@@ -30,7 +30,6 @@ from raysgd.trainer.worker.data.data_cursor import DataCursor
 logger = logging.getLogger(__name__)
 
 _END = object()
-_WHEN_TRAINED = 2
 
 
 class DividedLoaderSource:
@@ -211,9 +210,7 @@ class DividedLoaderSource:
             batch_plan = share.plan
             batch = NO_BATCH if batch_plan.is_padding and not plan.pad else next(batches)
             if num_shards:
-                places = start + share.start, start
-                own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
-                batch_plan = batch_plan._replace(seeds=(own, of_step))
+                batch_plan = with_seeds(batch_plan, self.seed, pass_index, start, share.start)
             steps_left -= batch_plan.ends_global_batch
             yield PlannedBatch(batch, batch_plan, steps_left == 0)
         next(batches, None)  # exhaust the loader, so that it ends its worker processes
