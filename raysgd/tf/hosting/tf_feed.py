@@ -196,14 +196,14 @@ class FitFeed(TFFeed):
     def training(self, request: EpochRequest, *, is_begun: bool = False) -> FitStream:
         return self.fit
 
-    def pass_index(self, stream: Any) -> int:
+    def pass_index(self, cursor: Any) -> int:
         return self.fit.pass_index if self._is_mid_pass else self.epoch
 
     @property
     def _is_mid_pass(self) -> bool:
         return self.fit.is_mid_pass
 
-    def is_divided(self, stream: Any) -> bool:
+    def is_divided(self, cursor: Any) -> bool:
         return True
 
     def break_off(self) -> None:
