@@ -137,7 +137,7 @@ class FitStream:
         place = self.place
         return replace(place, num_steps=place.num_steps + done, num_batches=place.num_batches + done)
 
-    def items(self, *_: Any) -> Iterator[Any]:
+    def drawn(self, *_: Any) -> Iterator[Any]:
         """Return no items, because Keras draws the batches itself."""
         return iter(())
 
