@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "raysgd"
 PARTS = ("torch", "trainer/worker", "tf/hosting", "tf/data")
 
-STEP = {"accumulation", "added", "batch", "cursor", "leg", "loop", "parts", "record", "recorder", "saved"}
+STEP = {"accumulation", "added", "batch", "cursor", "leg", "loop", "parts", "record", "flight_recorder", "saved"}
 """How the code calls the objects of a step."""
 
 OWN = {f"torch/parallel/{name}.py" for name in ("leg", "record", "scale", "undo")}
