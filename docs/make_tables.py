@@ -3,7 +3,7 @@
 Those of names in `reference/old-names.md` come from the one table that raysgd has, that of options in
 `reference/trainers.md` from the trainers, goodput and the record run in `performance.md` from what was measured, in
 `measured/`. `index.md` is made from README and from the menu, `reference/claims.md` from
-`tests/repository/claims.toml`.
+`tests/repository/claims.toml`, the picture of a recovery in `architecture.md` from the runs of its table.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from raysgd.compat.paths import Group, gone, table
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
+from tests.core.engine.recovery.test_machine import following_states  # noqa: E402
 from tests.repository.claims import Claim, claims  # noqa: E402
 
 PAGE = DOCS / "reference" / "old-names.md"
 OPTIONS_PAGE = DOCS / "reference" / "trainers.md"
 GROUPS: tuple[Group, ...] = ("sgd", "train")
 MEASURED_PAGE = DOCS / "performance.md"
+STATES_PAGE = DOCS / "architecture.md"
 BUSY_LOAD = 2
 CPU = "Intel(R) Xeon(R) Processor"  # one machine to a table
 PEERS = {"ray_train": "Ray Train", "torchft": "torchft 0.2.0", "torchft_tuned": "torchft 0.2.0 with short time-outs"}
@@ -126,6 +128,12 @@ def with_options(page: str) -> str:
     return _replaced(page, {"options": options()})
 
 
+def with_states(page: str) -> str:
+    """The page with the picture of a recovery: which states follow which, without the end that each may lead to."""
+    arrows = [f"    {state} --> {' & '.join(following)}" for state, following in following_states().items()]
+    return _replaced(page, {"states": "\n".join(["```mermaid", "flowchart LR", *arrows, "```"])})
+
+
 def index() -> str:
     """The first page of the site: README up to its installation, where to start, and a list of all pages."""
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
@@ -175,7 +183,8 @@ def _replaced(page: str, tables: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    for path, with_its_tables in {PAGE: with_tables, OPTIONS_PAGE: with_options, MEASURED_PAGE: with_measured}.items():
+    makers = {PAGE: with_tables, OPTIONS_PAGE: with_options, MEASURED_PAGE: with_measured, STATES_PAGE: with_states}
+    for path, with_its_tables in makers.items():
         path.write_text(with_its_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
     (DOCS / "index.md").write_text(index(), encoding="utf-8")
     CLAIMS_PAGE.write_text(claims_page(), encoding="utf-8")

@@ -62,6 +62,13 @@ def test_the_first_page_of_the_site_is_made_from_the_readme() -> None:
     assert (DOCS / "index.md").read_text(encoding="utf-8") == made["index"](), "run `python docs/make_tables.py`"
 
 
+def test_the_picture_of_a_recovery_is_drawn_from_its_table() -> None:
+    made = runpy.run_path(str(DOCS / "make_tables.py"))
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    assert made["with_states"](page) == page, "run `python docs/make_tables.py`"
+    assert "    TearingDown --> " in page
+
+
 def test_the_page_of_claims_is_made_from_their_table() -> None:
     made = runpy.run_path(str(DOCS / "make_tables.py"))
     page = (DOCS / "reference" / "claims.md").read_text(encoding="utf-8")

@@ -18,9 +18,10 @@ from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery import interpreter, machine
-from raysgd.core.engine.recovery.interpreter import Recovery
-from raysgd.core.engine.recovery.states import NOBODY, Do, Done, End, Facts, Finished, Lost, Raise, Step
+from raysgd.core.engine.recovery import interpreter, machine, running_call, states
+from raysgd.core.engine.recovery.interpreter import Interpreter
+from raysgd.core.engine.recovery.running_call import RunningCall
+from raysgd.core.engine.recovery.states import NOBODY, Do, Done, End, Finished, Known, Lost, Raise, Step
 from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
@@ -112,9 +113,9 @@ def _classify_as_user(real: Any) -> Any:
     return classify
 
 
-def _sees(**facts: Any) -> Callable[[Any], Any]:
+def _sees(**known: Any) -> Callable[[Any], Any]:
     """The table is told other facts."""
-    return lambda real: lambda self: replace(real(self), **facts)
+    return lambda real: lambda self: replace(real(self), **known)
 
 
 def _tells(**fields: Any) -> Callable[[Any], Any]:
@@ -123,7 +124,7 @@ def _tells(**fields: Any) -> Callable[[Any], Any]:
 
 
 def _loses_user_errors(real: Any) -> Any:
-    def failed(self: Recovery, report: GroupReport) -> Any:
+    def failed(self: RunningCall, report: GroupReport) -> Any:
         found = real(self, report)
         return replace(found, kind="died") if found.kind == "user" else found
 
@@ -213,8 +214,8 @@ def _kill_politely(real: Any) -> Any:
 
 
 def _forget_the_dead(real: Any) -> Any:
-    def lost(self: Recovery, change: Any, staying: Sequence[int], report: GroupReport) -> Lost:
-        return Lost(self._of_ranks(staying))
+    def lost(self: Interpreter, change: Any, staying: Sequence[int], report: GroupReport) -> Lost:
+        return Lost(self._lifecycle.running.of_ranks(staying))
 
     return lost
 
@@ -479,15 +480,15 @@ def _forget_stuck(real: Any) -> Any:
 
 
 def _form_with_the_stateless(real: Any) -> Any:
-    return lambda change, members, stale, facts: real(change, members, NOBODY, facts)
+    return lambda change, members, stale, known: real(change, members, NOBODY, known)
 
 
 def _keep_the_small(real: Any) -> Any:
-    return lambda facts: Step(Finished("left"), (Do.LEAVE_CALL,))
+    return lambda plan, known: Step(Finished(plan), (Do.LEAVE_CALL,))
 
 
 def _keep_the_interrupted(real: Any) -> Any:
-    return lambda state, is_loss, is_unsent, facts: Step(Finished("raised", Raise(End.INTERRUPTED)))
+    return lambda state, interrupt, known: Step(Finished(Raise(End.INTERRUPTED)))
 
 
 def _begins_late(real: Any) -> Any:
@@ -548,20 +549,20 @@ MUTATIONS = (
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_continuing", _pay_for_no_rejoin, (11,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_continuing", _pay_for_any_rejoin, (18,)),
     Mutation("a rejoin after a hang is free", RetryBudget, "note_hang", nothing, (868,), (_HANGING,)),
-    Mutation("retries are never spent", Recovery, "_facts", _sees(num_left=math.inf), (5,)),
-    Mutation("retries are always spent", Recovery, "_facts", _sees(num_left=0), (1,)),
-    Mutation("a rejoin that led nowhere is tried again", Facts, "obstacle_to_continuing", nothing, (), (_POISONED,)),
+    Mutation("retries are never spent", Interpreter, "_known", _sees(num_left=math.inf), (5,)),
+    Mutation("retries are always spent", Interpreter, "_known", _sees(num_left=0), (1,)),
+    Mutation("a rejoin that led nowhere is tried again", Known, "obstacle_to_continuing", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", interpreter, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", states, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        interpreter,
+        states,
         "choose_source",
         _source(lambda r: r.is_whole),
         (38,),
     ),
-    Mutation("the last survivor is the source", interpreter, "choose_source", _last_source, (120,)),
+    Mutation("the last survivor is the source", states, "choose_source", _last_source, (120,)),
     Mutation("survivors keep their own states", interpreter, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
@@ -569,14 +570,14 @@ MUTATIONS = (
     Mutation("what survivors had told counts as lost", RankRows, "keep_lost", _counts_those_who_are_there),
     Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
-    Mutation("a lost connection counts as an error of user code", interpreter, "classify", _classify_as_user, (5,)),
-    Mutation("errors of user code are retried", Recovery, "_facts", _sees(retries_user_errors=True), (568,)),
-    Mutation("errors of user code count as losses", Recovery, "_failed", _loses_user_errors, (), (_BUG,)),
-    Mutation("ranks that failed apart are kept", Recovery, "_facts", _sees(keeps_alike=False), (), (_PARTED,)),
+    Mutation("a lost connection counts as an error of user code", running_call, "classify", _classify_as_user, (5,)),
+    Mutation("errors of user code are retried", Interpreter, "_known", _sees(retries_user_errors=True), (568,)),
+    Mutation("errors of user code count as losses", RunningCall, "failed", _loses_user_errors, (), (_BUG,)),
+    Mutation("ranks that failed apart are kept", Interpreter, "_known", _sees(keeps_alike=False), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
-    Mutation("too small a group goes on", Recovery, "_facts", _sees(min_workers=1), (1,)),
-    Mutation("the dead are asked to leave again and again", Recovery, "_lost_in_tear_down", _forget_the_dead, (1,)),
+    Mutation("too small a group goes on", Interpreter, "_known", _sees(min_workers=1), (1,)),
+    Mutation("the dead are asked to leave again and again", Interpreter, "_lost_in_tear_down", _forget_the_dead, (1,)),
     Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
     Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
     Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper, covered: 0), (31,)),
@@ -585,10 +586,10 @@ MUTATIONS = (
     Mutation("every snapshot counts as the first", Snapshots, "take_captures", _as_first, (25,)),
     Mutation("ranks get each other's states", Snapshots, "take_captures", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
-    Mutation("a restored call begins again", Recovery, "_facts", _sees(is_inside=False), (), _INSIDE),
-    Mutation("a new group is not restored", Recovery, "_restoring", always(Done()), (0,)),
+    Mutation("a restored call begins again", Interpreter, "_known", _sees(is_inside=False), (), _INSIDE),
+    Mutation("a new group is not restored", Interpreter, "_restoring", always(Done()), (0,)),
     Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
-    Mutation("a held call counts as finished", interpreter, "HeldAtStep", lambda real: Call, (126,)),
+    Mutation("a held call counts as finished", running_call, "HeldAtStep", lambda real: Call, (126,)),
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
     Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (17,)),
@@ -602,7 +603,9 @@ MUTATIONS = (
     Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
-    Mutation("a state of which there is no copy is lost unnoticed", Recovery, "_facts", _sees(is_lost=False), (132,)),
+    Mutation(
+        "a state of which there is no copy is lost unnoticed", Interpreter, "_known", _sees(is_lost=False), (132,)
+    ),
     Mutation("a hold is agreed on though ranks disagree", Monitor, "_agree", _agrees_with_all, (893,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)
@@ -648,7 +651,7 @@ MUTATIONS = (
     Mutation("workers are ended that have the only state", Lifecycle, "holds_only_state", always_is(False)),
     Mutation("a call is not left", Monitor, "hold_to_leave", nothing, (), (_LONG,)),
     Mutation("ranks that froze are not noticed once a call is left", Monitor, "_ask", _asks_no_more_once_left, (789,)),
-    Mutation("a call that was left goes on", Recovery, "_paused", _tells(must_end=False), (29,)),
+    Mutation("a call that was left goes on", RunningCall, "_paused", _tells(must_end=False), (29,)),
     Mutation("a state is not waited for when a call is left", Monitor, "await_snapshot", nothing, (14,)),
     Mutation("a state that was lost counts as there", Snapshots, "shares_current", always_is(True), (), (_LOST_STATE,)),
     Mutation("too small a group trains", machine, "_end_early", _keep_the_small, (), (_TOO_SMALL,)),

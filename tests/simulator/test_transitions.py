@@ -478,7 +478,7 @@ def test_every_row_is_visited() -> None:
 
 MUTANTS = [*mutants()]
 NOT_FOUND = {
-    "leave_or_grow: facts.runs_on is False": "functions are simulated in another place",
+    "leave_or_grow: known.runs_on is False": "functions are simulated in another place",
     **dict.fromkeys(
         (
             "_plan_of: no row AwaitingSnapshot(plan, change, is_brief)",

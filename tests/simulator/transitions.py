@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.recovery.states import Abandon, Do, Event, Facts, Record, Settling, State, Step, Why
+from raysgd.core.engine.recovery.states import Abandon, Do, Event, Known, Record, Settling, State, Step, Why
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
 
-Visit = tuple[State, Event, Facts]
+Visit = tuple[State, Event, Known]
 """What the table was asked."""
 
 
@@ -32,9 +32,9 @@ class Transitions:
         recovery = controller.recovery
         step_of = recovery._next
 
-        def visit(state: State, event: Event, facts: Facts) -> Step:
-            self.visited.append((state, event, facts))
-            step = step_of(state, event, facts)
+        def visit(state: State, event: Event, known: Known) -> Step:
+            self.visited.append((state, event, known))
+            step = step_of(state, event, known)
             self._simulation.tell(f"TABLE {_short(state)} {_short(event)} -> {_short(step.state)} {_commands(step)}")
             if self.watches_only_state:
                 self._watch(step)

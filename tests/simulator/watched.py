@@ -63,14 +63,14 @@ class WatchedGroup(WorkerGroup):
             self._invariants.check_given_up(report, self.standby.replacements.num_left)
         return report
 
-    def settle(self, report: GroupReport, *args: Any) -> list[int]:
+    def settle(self, report: GroupReport | None, *args: Any) -> list[int]:
         unanswered, began = set(self._unanswered), self._platform.now()
         survivors = super().settle(report, *args)
         for rank in unanswered.intersection(survivors):
             process = self.processes[rank]
             is_known = process.is_driver or process.answered_at >= began
             self._invariants.require(is_known, f"{process} has not answered, and counts as a survivor")
-        has_died = any(found.failure is not None and found.failure.kind == "died" for found in report.outcomes)
+        has_died = report is not None and any(found.has_died for found in report.outcomes)
         self._invariants.note_settled(bool(self.stuck) and not has_died)
         return survivors
 

@@ -27,7 +27,7 @@ from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy, classify
 from raysgd.core.engine.recovery import interpreter
 from raysgd.core.engine.recovery.incident import LOST_ON_ITS_WAY
-from raysgd.core.engine.recovery.interpreter import Recovery
+from raysgd.core.engine.recovery.interpreter import Interpreter
 from raysgd.core.engine.recovery.states import NUM_COPIES
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_spec import GroupSpec
@@ -284,7 +284,7 @@ class ElasticController(Lifecycle):
         # If the driver is the only worker and there are no spares, changes in the cluster do not matter.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
         self._monitor = Monitor(self)
-        self.recovery = Recovery(self, self._monitor, failures or FailurePolicy(), start_budget)
+        self.recovery = Interpreter(self, self._monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self)
         self.threads = RayThreads()
         self.num_calls = 0

@@ -294,6 +294,14 @@ class WorkerGroup:
         self.worlds = rank_rules.assign(self.infos)
         self.num_workers, self.gone = len(self.workers), set()
 
+    def ranks_of(self, workers: Collection[Any]) -> list[int]:
+        """Return the ranks of these workers."""
+        return [rank for rank, worker in enumerate(self.workers) if worker in workers]
+
+    def of_ranks(self, ranks: Iterable[int]) -> frozenset[Any]:
+        """Return the workers of these ranks."""
+        return frozenset(self.workers[rank] for rank in ranks)
+
     def take_over(self, kept: KeptGroup) -> None:
         """Adopt the workers and slots that the trainer's previous process left behind."""
         self.give_ranks(kept.workers, kept.infos)
@@ -557,21 +565,25 @@ class WorkerGroup:
 
     # --------------------------------------------------------------------------------------------- survivors
 
-    def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
+    def settle(self, report: GroupReport | None, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         """After a failed call, find the ranks that survived and can be used again.
 
         Survivors may still be inside the failed call, waiting for lost ranks. This method interrupts them and waits
         until their calls have finished.
 
         Args:
-            report: The outcomes of the failed call.
+            report: The outcomes of the failed call. None if the ranks may still run one, for example because the
+                trainer's previous process started it.
             tell_stuck: Called once if a live rank takes long to finish the failed call.
 
         Returns:
             The ranks that can still be used.
         """
+        if report is None:
+            self.interrupt()
+            self._unanswered = {**self._unanswered, **self._submit(self.remote_ranks, WorkerProcess.execute, _nothing)}
         unanswered, self._unanswered = self._unanswered, {}
-        lost = {outcome.rank for outcome in report.outcomes if outcome.has_died}
+        lost = {outcome.rank for outcome in report.outcomes if outcome.has_died} if report is not None else set()
         waiting = {rank: call for rank, call in unanswered.items() if rank not in lost}
         freed = self._interrupt(waiting)
         answers = self._roll_call(freed, len(self.workers) - len(lost) - len(freed))
@@ -579,17 +591,6 @@ class WorkerGroup:
         lost |= {rank for rank, outcome in answers.items() if not outcome.ok}
         lost |= self._let_finish({rank: call for rank, call in waiting.items() if rank not in lost}, tell_stuck)
         return [rank for rank in range(len(self.workers)) if rank not in lost]
-
-    def settle_any(self) -> list[int]:
-        """Interrupt any running call, wait until it has ended, and return the ranks that can still be used.
-
-        Use this method instead of `settle` if there is no report of the call, for example because the trainer's
-        previous process started it.
-        """
-        self.interrupt()
-        behind = self._submit(self.remote_ranks, WorkerProcess.execute, _nothing)
-        self._unanswered = {**self._unanswered, **behind}
-        return self.settle(GroupReport(()))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
         """Poll ranks and return the ranks that answer. Add the ranks that do not answer to `silent`.

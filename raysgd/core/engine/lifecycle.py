@@ -256,7 +256,10 @@ class Lifecycle(ABC):
             timeout_s = _IN_THE_WAY_S
         try:
             while not self.try_start(self.scaling.max_workers, self.spec.num_spares, timeout_s):
-                pay_for_start(budget)
+                if budget.is_spent:
+                    budget.refuse()
+                    raise start_error(budget)
+                budget.pay_for_restart()
         except ReservationTimeoutError as error:
             if not in_the_way:
                 raise
@@ -681,18 +684,6 @@ class Lifecycle(ABC):
                 self.hooks.on_stop(group)
         finally:
             end(RELEASE_S)
-
-
-def pay_for_start(budget: RetryBudget) -> None:
-    """Take one retry from the budget, because a worker died during a start.
-
-    Raises:
-        WorkersLostError: No retry is left.
-    """
-    if budget.is_spent:
-        budget.refuse()
-        raise start_error(budget)
-    budget.pay_for_restart()
 
 
 def start_error(budget: RetryBudget) -> WorkersLostError:

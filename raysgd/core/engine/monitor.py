@@ -357,6 +357,12 @@ class Monitor:
             return
         self._agree(group, LEFT)
         self.is_leaving = self._is_holding
+        if not self.is_leaving and not self._has_stepped:  # the ranks have not completed a step yet
+            self._margin = _MIN_MARGIN
+
+    @property
+    def _has_stepped(self) -> bool:
+        return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
         """Propose a step after which all ranks stop. If a rank is past that step, the next proposal names a later step.
@@ -382,10 +388,8 @@ class Monitor:
         if answers or resolved:
             self._heard_at = self._lifecycle.now()
         self._is_holding = is_agreed
-        # Use a larger margin only if a rank was past the step. If a rank did not answer, or if rank 0 has not completed
-        # a step yet, propose the same margin again.
-        is_late = is_refused and at is not None and at > margin
-        self._margin = _MIN_MARGIN if is_agreed else self._margin * (2 if is_late else 1)
+        # Use a larger margin only if a rank was past the step. If a rank did not answer, propose the same margin again.
+        self._margin = _MIN_MARGIN if is_agreed else self._margin * (2 if is_refused else 1)
 
     def settle_last_hold(self) -> None:
         """Complete a proposal to stop that the trainer's previous process may have left open when it died.

@@ -23,7 +23,8 @@ from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import EverySeconds, GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.transfers import SharedValue, Transfer
+from raysgd.core.engine.shared.types import GroupReport
+from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer
 from raysgd.exceptions import WorkersLostError
 
 logger = logging.getLogger(__name__)
@@ -583,6 +584,35 @@ class Snapshots:
         self.take_captures(parts, fetch, is_first=is_first)
 
     # -------------------------------------------------------------------------------------------- after a failure
+
+    def restore(self, group: WorkerGroup, on_wait: Callable[[], None]) -> GroupReport:
+        """Restore the last snapshot in a group, then repeat the calls made since that snapshot.
+
+        Return the report of the first call that has failed, or of the last call.
+        """
+        report = GroupReport(())
+        # Choose copies of the shards on live nodes.
+        if self.landed is not None and isinstance(self.landed.shared_state, DividedValue):
+            parts = self.landed.shared_state.best_on({info.node_id for info in group.infos})
+            self.landed = replace(self.landed, shared_state=parts)
+        if (snapshot := self.landed) is not None:
+            function: Callable[..., Any] = replica.restore if snapshot.progress is None else replica.restore_inside
+            rests, shared = snapshot.for_ranks(len(group)), group.share(snapshot.shared_state)
+            args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
+            if snapshot.progress is not None:  # all ranks read it from one stored copy, because it grows with the group
+                everyones = group.share([each.for_others() for each in snapshot.progress])
+                args = {rank: (*given, everyones[rank]) for rank, given in args.items()}
+            report = group.on_replica(function, args, on_wait=on_wait)
+        is_inside = self.is_inside
+        if self._calls:
+            logger.info("repeating the calls that the last snapshot does not cover: %s", self.restored_from())
+        for call in self.calls_since if report.ok else ():
+            function = call.resume if is_inside and call.resume is not None else call.function
+            is_inside = False
+            report = group.on_replica(function, call.on_its_ranks(call.args_for(group.worlds)), on_wait=on_wait)
+            if not report.ok:
+                break
+        return report
 
     @property
     def is_lost(self) -> bool:

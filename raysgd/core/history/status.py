@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -98,6 +98,7 @@ class TrainerStatus:
         ledger: How the ranks spent their time, such as on steps or loading data. None if not measured.
         global_batch: A description of the global batch, if its size depends on the number of workers. Otherwise empty.
         has_session_ended: True if the workers ended with their Ray session.
+        recovery: The state of the running recovery, such as "Regrouping": see `docs/architecture.md`. Otherwise empty.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -117,6 +118,7 @@ class TrainerStatus:
     ledger: TimeLedger | None = None
     global_batch: str = ""
     has_session_ended: bool = False
+    recovery: str = ""
 
     @property
     def state(self) -> str:
@@ -152,7 +154,7 @@ class TrainerStatus:
         failures = "failure" if self.num_failures == 1 else "failures"
         workers = f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"
         rows = [
-            ("state", self.state),
+            ("state", f"recovering ({self.recovery})" if self.recovery else self.state),
             ("workers", "its Ray session has ended" if self.has_session_ended else workers),
             ("throughput", speed if self.straggler is None else f"{speed}; the others wait for rank {self.straggler}"),
             (
@@ -245,7 +247,7 @@ def _status_with(
     monitor, has_ended = controller.monitor, controller.has_session_ended and not controller.is_stopped
     group = None if has_ended else controller.group
     present = monitor.samples_per_s if monitor is not None else None
-    return compose(
+    status = compose(
         infos=group.infos if group is not None else (),
         heartbeats=heartbeats,
         num_wanted=controller.scaling.max_workers,
@@ -256,6 +258,7 @@ def _status_with(
         pace=controller.snapshots.pace if controller.spec.captures else None,
         has_session_ended=has_ended,
     )
+    return replace(status, recovery=controller.recovery.doing)
 
 
 def compose(

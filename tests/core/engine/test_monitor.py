@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.liveness import LivenessCheck
 from raysgd.core.engine.monitor import shown_together
 from raysgd.core.engine.shared import replica as replica_functions
@@ -132,6 +133,20 @@ def test_while_a_call_counts_samples_its_own_throughput_is_told_and_the_last_one
     assert told[-1].workers[0].own_s == (2.0 if phase == "training" else 9.0)
     after = glance(trainer.controller, last, 7.0)
     assert (after.samples_per_s, after.workers[0].own_s) == (7.0, 9.0)
+
+
+def test_the_status_names_the_state_of_a_recovery_while_it_runs() -> None:
+    told = list[Any]()
+
+    class Looking(GroupHooks):
+        def on_change(self, group: WorkerGroup) -> None:
+            told.append(glance(trainer.controller, {}, None))
+
+    trainer = Trainer(hooks=Looking()).started()
+    trainer.walk(10, dies(1))
+    assert [each.recovery for each in told] == ["Regrouping"]
+    assert str(told[0]).splitlines()[0] == "state:      recovering (Regrouping)"
+    assert glance(trainer.controller, {}, None).recovery == ""
 
 
 def test_whoever_looks_hears_of_a_call_that_failed_for_good() -> None:

@@ -25,7 +25,7 @@ from raysgd.core.engine.policies import (
     why_not_started,
     words,
 )
-from raysgd.core.engine.recovery.states import Facts
+from raysgd.core.engine.recovery.states import Known
 from raysgd.core.engine.shared.types import (
     Answered,
     Failed,
@@ -142,13 +142,13 @@ NOTHING_LEFT = "no retry is left to pay for going on"
 def obstacle_to_continuing(budget: RetryBudget, steps: int) -> str | None:
     """What the table makes of a budget."""
     num_left = budget.num_restarts - budget.num_spent
-    facts = Facts(
+    known = Known(
         num_retries=budget.num_restarts,
         num_left=num_left,
         continued_at=budget.continued_at,
         free_from=budget.free_from,
     )
-    return facts.obstacle_to_continuing(steps)
+    return known.obstacle_to_continuing(steps)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class RankSums:
         elif is_small:
             self._by_leaders(flat, kind)
         else:
-            self._by_lanes(flat, kind)
+            self._by_columns(flat, kind)
 
     def can_carry(self, flat: Array) -> bool:
         """Return True if `add_up_with` can sum an array of this size. All ranks get the same result."""
@@ -113,18 +113,18 @@ class RankSums:
             self._among(self._nodes.leaders, flat, kind, is_small=True)
         self._spread(beside, flat, kind)
 
-    def _by_lanes(self, flat: Array, kind: int) -> None:
+    def _by_columns(self, flat: Array, kind: int) -> None:
         """Reduce-scatter an array on each node, all-reduce each part between nodes, then all-gather on each node.
 
         Each node sends about twice the array's bytes to other nodes, no matter how many ranks it has. This is no more
         than in a ring over all ranks.
         """
-        beside, lanes = self._beside, self._nodes.lanes
-        parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
+        beside, columns = self._beside, self._nodes.columns
+        parts, owners = _divided(flat, len(columns)), beside[: len(columns)]
         self._collect(beside, owners, parts, kind)
         if self._rank in owners:
             own = owners.index(self._rank)
-            self._among(lanes[own], parts[own], kind, is_small=False)
+            self._among(columns[own], parts[own], kind, is_small=False)
         self._distribute(beside, owners, parts, kind)
 
     # ------------------------------------------------------------------------------------ some ranks
@@ -309,12 +309,12 @@ class Nodes:
         return [ranks[0] for ranks in self.ranks]
 
     @cached_property
-    def lanes(self) -> list[list[int]]:
-        """Lists of ranks (lanes) that each contain one rank of every node. Each lane sums one part of an array.
+    def columns(self) -> list[list[int]]:
+        """Lists of ranks (columns) that each contain one rank of every node. Each column sums one part of an array.
 
-        The node with the fewest ranks determines the number of lanes.
+        The node with the fewest ranks determines the number of columns.
         """
-        return [list(lane) for lane in zip(*self.ranks, strict=False)]
+        return [list(column) for column in zip(*self.ranks, strict=False)]
 
     @cached_property
     def in_order(self) -> list[int]:

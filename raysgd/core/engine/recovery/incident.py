@@ -58,6 +58,10 @@ class Incident:
         """Note that these workers are lost."""
         self.lost |= {rank for rank, worker in enumerate(self._workers) if worker in members}
 
+    def moves_rank_0(self, info: WorkerInfo) -> bool:
+        """Return True if another worker is rank 0 than before."""
+        return self._infos[:1] != [info]
+
     def num_kept(self, members: Members) -> int:
         """Return how many of these workers there were before."""
         return len(members.intersection(self._workers))
@@ -84,7 +88,7 @@ class Incident:
             return told
         return f"{told}; {named(self.silent)} {'does' if len(self.silent) == 1 else 'do'} not answer any more"
 
-    def cause_of(self, why: End, error: BaseException, *, in_restart: bool) -> str:
+    def cause_of(self, why: End, error: BaseException | None, *, in_restart: bool) -> str:
         """Return what ends the group, for the history."""
         if in_restart:
             is_loss = isinstance(error, WorkersLostError)

@@ -1,4 +1,4 @@
-"""The table of a recovery: `transition` takes a state, an event and the facts, and returns the next state and commands.
+"""The table of a recovery: `transition` says which state and commands follow a state, an event and what is known.
 
 `interpreter` waits for what a state names and performs the commands. `transition` is pure, so that tests can walk all
 its runs.
@@ -6,8 +6,9 @@ its runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from raysgd.core.engine.recovery.states import (
     KINDS,
@@ -15,8 +16,8 @@ from raysgd.core.engine.recovery.states import (
     NUM_COPIES,
     Abandon,
     AwaitingSnapshot,
-    CallAnswered,
     CallFailed,
+    CallRefused,
     Captured,
     Capturing,
     Change,
@@ -26,12 +27,12 @@ from raysgd.core.engine.recovery.states import (
     End,
     EndEarly,
     Event,
-    Facts,
     Filled,
     FillingUp,
     Finished,
     Formed,
     Interrupted,
+    Known,
     Landed,
     Launching,
     Lost,
@@ -62,127 +63,127 @@ from raysgd.core.engine.recovery.states import (
 )
 
 
-def transition(state: State, event: Event, facts: Facts) -> Step:
+def transition(state: State, event: Event, known: Known) -> Step:
     """Return what follows when the wait of `state` has ended with `event`.
 
     Raises:
         AssertionError: A wait of this state cannot end with this event.
     """
     match state, event:
-        case _, Interrupted(is_loss, is_unsent):
-            return _interrupted(state, is_loss, is_unsent, facts)
+        case _, Interrupted():
+            return _interrupted(state, event, known)
 
         # ---- the call
-        case Running(), CallAnswered(None):
-            return Step(Finished("completed"))
-        case Running(), CallAnswered(why):
-            assert why is not None
-            return Step(AwaitingSnapshot(Raise(why)))
-        case Running(), Paused(must_end=True):
-            return Step(AwaitingSnapshot(EndEarly()), (Do.TAKE_PARTS,))
-        case Running(), Paused(leaving=leaving):
-            return leave_or_grow(leaving, facts)
-        case Running() | Polling(Poll.RESUME), CallFailed(kind) if facts.must_end and facts.regroups and kind != "user":
+        case Running(), CallRefused(why, error):
+            return Step(AwaitingSnapshot(Raise(why, error=error)))
+        case Running(), Paused(must_end=True, parts=parts):
+            return Step(AwaitingSnapshot(EndEarly(parts)), (Do.TAKE_PARTS,))
+        case Running(), Paused(leaving=leaving, parts=parts):
+            return leave_or_grow(leaving, known, parts)
+        case Running() | Polling(Poll.RESUME), CallFailed(kind) if known.must_end and known.regroups and kind != "user":
             return Step(Settling(Change(Why.EVACUATE, event, plan=EndEarly())))
         case Running() | Polling(Poll.RESUME), CallFailed():
-            return _after_failure(event, facts)
+            return _after_failure(event, known)
 
         # ---- ranks report their progress
         case Polling(Poll.RESUME), Polled():
             return Step(Running("resume"))
         case Polling(Poll.COMPARE), Polled(are_alike=True):
-            return _raise_and_keep(End.USER_ERROR, facts)
+            return _raise_and_keep(Raise(End.USER_ERROR), known)
         case Polling(Poll.COMPARE), Polled() | CallFailed():
             return Step(AwaitingSnapshot(Raise(End.RAISED_APART)))
         case Polling(Poll.PAY), CallFailed():  # the next attempt fails, too, and pays
             return Step(Running("resume"))
         case Polling(Poll.PAY), Polled(steps=steps):
-            if not facts.obstacle_to_continuing(steps):
+            if not known.obstacle_to_continuing(steps):
                 return Step(Running("resume"), (Do.PAY_TO_CONTINUE,))
-            return _give_up(facts) if facts.is_ending else _restart_after_failure(facts)
+            return _give_up(known) if known.is_ending else _restart_after_failure(known)
 
         # ---- a change in place
         case Settling(change), Survivors(members, has_stuck):
-            return _with_survivors(change, members, has_stuck, facts)
-        case TearingDown(change, members, stale), Progress(has_source, steps):
-            return _with_progress(state, has_source, steps, facts)
+            return _with_survivors(change, members, has_stuck, known)
+        case TearingDown(), Progress():
+            return _with_progress(state, event, known)
         case TearingDown(change, members), Lost(by_user=True):
-            return _cannot_continue(change, members, facts)
+            return _cannot_continue(change, members, known)
         case TearingDown(change, _, stale), Lost(members):
-            return _tear_down(change, members, stale, facts)
-        case FillingUp(change, members, stale), Filled(num_joining, silent):
+            return _tear_down(change, members, stale, known)
+        case FillingUp(change, members, stale, reports), Filled(joining, silent, until):
+            change = replace(change, joining=joining, until=until)
             if silent:
-                return _tear_down(change, members - silent, stale, facts).after(Do.SUSPECT_NODES)
-            if len(members) + num_joining < facts.min_workers:
-                return _cannot_continue(change, members, facts)
+                return _tear_down(change, members - silent, stale, known)
+            if len(members) + len(joining) < known.min_workers:
+                return _cannot_continue(change, members, known)
             if isinstance(change.plan, Restart):
-                return Step(Rebuilding(change.plan, members))
-            return Step(Regrouping(change, members, stale, num_joining))
-        case Regrouping(change, members, _, num_joining), Formed(moves_rank_0):
-            return _with_group(change, members, num_joining, moves_rank_0, facts)
+                return Step(Rebuilding(change.plan, members, joining))
+            return Step(Regrouping(change, members, stale, reports))
+        case Regrouping(), Formed(moves_rank_0):
+            return _with_group(state, moves_rank_0, known)
         case Regrouping(change, members, stale), Lost(left, failed, by_user):
-            change = replace(change, has_regrouped=True)
+            change = replace(change, has_regrouped=True, joining=(), until=None)
             if by_user:
-                return _cannot_continue(change, members, facts)
-            if left == facts.members:  # the next attempt would fail, too
-                return _cannot_continue(change, members, facts, is_failure=True).after(Do.SUSPECT_NODES)
+                return _cannot_continue(change, members, known)
+            if left == known.members:  # the next attempt would fail, too
+                return _cannot_continue(change, members, known, is_failure=True)
             # Whoever joined and failed may not have the state. Those that had it still do.
-            without_state = failed - (members - stale)
-            return _tear_down(change, left, without_state, facts).after(Do.SUSPECT_NODES)
+            return _tear_down(change, left, failed - (members - stale), known)
 
         # ---- the state goes to the driver
         case Capturing(Change(plan=EndEarly()) as change), Captured(is_inside=False):
-            return _enlarge(change, facts)  # a copy from after the call would repeat the call
-        case Capturing(change), Captured():
+            return _enlarge(change, known)  # a copy from after the call would repeat the call
+        case Capturing(change), Captured(parts=parts):
             assert change.plan is not None
-            return Step(AwaitingSnapshot(change.plan, change), (Do.TAKE_PARTS,))
+            plan = EndEarly(parts) if isinstance(change.plan, EndEarly) else change.plan
+            return Step(AwaitingSnapshot(plan, change), (Do.TAKE_PARTS,))
         case Capturing(change), Lost():
-            return _copy_again(change, facts)
-        case AwaitingSnapshot(EndEarly()), Landed():
-            return _end_early(facts)
+            return _copy_again(change, known)
+        case AwaitingSnapshot(EndEarly() as plan), Landed():
+            return _end_early(plan, known)
         case AwaitingSnapshot(EndEarly(), None), LostInTransit():
-            if facts.is_cut_off:
-                return _without_copy(facts)
-            if facts.num_lost_copies + 1 == NUM_COPIES:  # the ranks only wait between two steps
-                return _raise_and_keep(End.LOST_COPIES, facts)
-            return Step(Polling(Poll.RESUME), (Do.NOTE_LOST_COPY,))
+            if known.is_cut_off:
+                return _without_copy(known)
+            if known.num_lost_copies == NUM_COPIES:  # the ranks only wait between two steps
+                return _raise_and_keep(Raise(End.LOST_COPIES), known)
+            return Step(Polling(Poll.RESUME))
         case AwaitingSnapshot(change=Change() as change), LostInTransit():
-            return _copy_again(change, facts)
+            return _copy_again(change, known)
         case AwaitingSnapshot(Restart() as plan, None, is_brief=True), Landed() | LostInTransit():
-            return _replace_workers(plan, facts)
+            return _replace_workers(plan, known)
         case AwaitingSnapshot(Raise() | Restart() as plan), Landed() | LostInTransit():
-            return _follow(plan, facts)
+            return _follow(plan, known)
 
         # ---- back to the last snapshot
-        case Scheduling(plan), Resources(has_room):
-            return Step(Launching(plan)) if has_room else _schedule(plan.next_attempt, facts)
+        case Scheduling(plan), Resources(0):
+            return _schedule(plan.next_attempt, known)
+        case Scheduling(plan), Resources(num_workers, num_spares):
+            return Step(Launching(plan, num_workers, num_spares))
         case Launching(plan), Done():
             return Step(Restoring(replace(plan, is_launched=True)))
         case Launching(plan), Lost():
-            return _start_again(plan, facts)
+            return _start_again(plan, known)
         case Launching(plan), NotGranted():
-            return _schedule(plan.next_attempt, facts)
+            return _schedule(plan.next_attempt, known)
         case Rebuilding(plan), Done():
-            return Step(Restoring(plan), (Do.DROP_IN_TRANSIT, Do.KEEP_FACTS))
+            return Step(Restoring(plan), (Do.DROP_IN_TRANSIT,))
         case Rebuilding(plan), Lost():
-            return _start_others(plan, facts)
+            return _start_others(plan, known)
         case Restoring(plan), Done():
-            next_state = Running("resume" if facts.is_inside else "start") if facts.in_call else Finished("idle")
+            next_state = Running("resume" if known.is_inside else "start") if known.in_call else Finished()
             return Step(next_state, (Record(plan.kind),))
         case Restoring(plan), Lost():
             return Step(Rebuilding(plan, is_again=True))
     raise AssertionError(f"{state} cannot end with {event}")
 
 
-def _interrupted(state: State, is_loss: bool, is_unsent: bool, facts: Facts) -> Step:
+def _interrupted(state: State, interrupt: Interrupted, known: Known) -> Step:
     """Ctrl-C, `stop`, or an error in the driver or in user code."""
-    plan = _plan_of(state)
-    if isinstance(state, Running) and (is_unsent or not facts.was_sent):
-        return _raise_and_keep(End.INTERRUPTED, facts)
+    plan, why = _plan_of(state), Raise(End.INTERRUPTED, error=interrupt.error)
+    if isinstance(state, Running) and (interrupt.is_unsent or not known.was_sent):
+        return _raise_and_keep(why, known)
     if isinstance(plan, Raise) and plan.why is End.INTERRUPTED:  # again: the workers with the only state stay
-        return _raise_and_keep(End.INTERRUPTED, facts)
-    ends = _end_restart(plan, End.INTERRUPTED, facts, is_loss=is_loss) if isinstance(plan, Restart) else None
-    step = ends or _follow(Raise(End.INTERRUPTED), facts)
+        return _raise_and_keep(why, known)
+    ends = _end_restart(plan, why, known, is_loss=interrupt.is_loss) if isinstance(plan, Restart) else None
+    step = ends or _follow(why, known)
     return step.after(Do.KILL_JOINING) if isinstance(state, (TearingDown, FillingUp)) else step
 
 
@@ -198,214 +199,207 @@ def _plan_of(state: State) -> Plan | None:
     return None
 
 
-def _raise_and_keep(why: End, facts: Facts) -> Step:
+def _raise_and_keep(why: Raise, known: Known) -> Step:
     """Raise an error, and keep the group."""
-    return Step(Finished("raised", Raise(why)), _aborted(facts))
+    return Step(Finished(why), _aborted(known))
 
 
-def _aborted(facts: Facts) -> tuple[Command, ...]:
-    return (Do.NOTE_ABORTED,) if facts.in_call and facts.was_sent and not facts.is_ending else ()
+def _aborted(known: Known) -> tuple[Command, ...]:
+    return (Do.NOTE_ABORTED,) if known.in_call and known.was_sent and not known.is_ending else ()
 
 
-def _after_failure(failed: CallFailed, facts: Facts) -> Step:
+def _after_failure(failed: CallFailed, known: Known) -> Step:
     """A call has failed that need not end early."""
     is_user = failed.kind == "user"
     if failed.has_diverged:
         return Step(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
     if failed.lacks_memory:
-        return Step(Settling(_change(Why.MEMORY, failed, facts)))
-    if is_user and not (facts.retries_user_errors and facts.num_left > 0):
+        return Step(Settling(_change(Why.MEMORY, failed, known)))
+    if is_user and not (known.retries_user_errors and known.num_left > 0):
         if not failed.all_answered:
-            return _follow(Raise(End.RAISED_INSIDE), facts)
-        if not facts.keeps_alike or facts.is_driver_only:
-            return _raise_and_keep(End.USER_ERROR, facts)
+            return _follow(Raise(End.RAISED_INSIDE), known)
+        if not known.keeps_alike or known.is_driver_only:
+            return _raise_and_keep(Raise(End.USER_ERROR), known)
         return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
-    if not is_user and facts.continues and facts.can_continue and facts.num_retries > 0:
-        return Step(Settling(_change(Why.FAILURE, failed, facts)))
-    return _restart_after_failure(facts)
+    if not is_user and known.continues and known.can_continue and known.num_retries > 0:
+        return Step(Settling(_change(Why.FAILURE, failed, known)))
+    return _restart_after_failure(known)
 
 
-def _change(why: Why, failed: CallFailed | None, facts: Facts) -> Change:
+def _change(why: Why, failed: CallFailed | None, known: Known) -> Change:
     """A change of which all workers of the group are expected to be a part."""
-    return Change(why, failed, facts.members, len(facts.members))
+    return Change(why, failed, known.members, len(known.members))
 
 
-def leave_or_grow(leaving: Members, facts: Facts) -> Step:
+def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> Step:
     """Let workers on nodes that are being removed leave, and others join: between two steps of a call, or two calls."""
-    why, staying = Why.DRAIN if leaving else Why.GROW, facts.members - leaving
-    commands = (Do.TAKE_PARTS,) if facts.in_call and not facts.runs_on else ()
-    if not (facts.regroups or facts.runs_on):
+    why, staying = Why.DRAIN if leaving else Why.GROW, known.members - leaving
+    commands = (Do.TAKE_PARTS,) if known.in_call and not known.runs_on else ()
+    if not (known.regroups or known.runs_on):
         return Step(AwaitingSnapshot(Restart(KINDS[why])), commands)
-    return Step(TearingDown(Change(why, expected=staying, size=len(facts.members)), staying), commands)
+    return Step(TearingDown(Change(why, expected=staying, size=len(known.members), parts=parts), staying), commands)
 
 
-def _with_survivors(change: Change, members: Members, has_stuck: bool, facts: Facts) -> Step:
+def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Known) -> Step:
     if change.why is Why.EVACUATE:
-        return _tear_down(change, members, NOBODY, facts)
-    commands: list[Command] = [Do.SUSPECT_NODES]
+        return _tear_down(change, members, NOBODY, known)
     # If a rank had died, stuck ranks might just be slow.
-    if change.why is Why.FAILURE and has_stuck and change.failed is not None and change.failed.kind == "disconnected":
-        commands.append(Do.NOTE_HANG)
-    if change.why is Why.REUSE and not facts.renews:  # the survivors could not continue, so something may be broken
+    is_lost_connection = change.failed is not None and change.failed.kind == "disconnected"
+    hangs = (Do.NOTE_HANG,) if change.why is Why.FAILURE and has_stuck and is_lost_connection else ()
+    if change.why is Why.REUSE and not known.renews:  # the survivors could not continue, so something may be broken
         members = NOBODY
-    return _tear_down(change, members, NOBODY, facts).after(*commands)
+    return _tear_down(change, members, NOBODY, known).after(*hangs)
 
 
-def _tear_down(change: Change, members: Members, stale: Members, facts: Facts) -> Step:
+def _tear_down(change: Change, members: Members, stale: Members, known: Known) -> Step:
     if members:
         return Step(TearingDown(change, members, stale & members))
-    if change.why is Why.REUSE and facts.num_standby:
-        return Step(FillingUp(change, NOBODY), (Do.KILL_OTHERS,))
-    return _cannot_continue(change, NOBODY, facts)
+    if change.why is Why.REUSE and known.num_standby:
+        return Step(FillingUp(change, NOBODY))
+    return _cannot_continue(change, NOBODY, known)
 
 
-def _with_progress(state: TearingDown, has_source: bool, steps: int, facts: Facts) -> Step:
-    change = state.change
-    if change.why is Why.EVACUATE:
-        if not has_source:
-            return _cannot_continue(change, state.members, facts).after(Do.KILL_OTHERS)
-        return Step(Regrouping(change, state.members, state.stale), (Do.KILL_OTHERS,))
-    is_refused = change.why is Why.FAILURE and bool(facts.obstacle_to_continuing(steps))
-    if change.why is not Why.REUSE and (not has_source or is_refused):
-        return _cannot_continue(change, state.members, facts)
-    return Step(FillingUp(change, state.members, state.stale), (Do.KILL_OTHERS,))
+def _with_progress(state: TearingDown, progress: Progress, known: Known) -> Step:
+    change, members, source = state.change, state.members, progress.source
+    if change.why is Why.REUSE:
+        return Step(FillingUp(change, members, state.stale, progress.reports))
+    if source is None or (change.why is Why.FAILURE and known.obstacle_to_continuing(source.progress)):
+        return _cannot_continue(change, members, known)
+    forming = Regrouping if change.why is Why.EVACUATE else FillingUp
+    return Step(forming(change, members, state.stale, progress.reports))
 
 
-def _with_group(change: Change, members: Members, num_joining: int, moves_rank_0: bool, facts: Facts) -> Step:
-    commands: list[Command] = [Do.KEEP_FACTS]
-    if moves_rank_0:  # rank 0 sends the snapshots
-        commands.append(Do.DROP_IN_TRANSIT)
+def _with_group(state: Regrouping, moves_rank_0: bool, known: Known) -> Step:
+    change, num_workers = state.change, len(state.members) + len(state.change.joining)
+    commands: list[Command] = [Do.DROP_IN_TRANSIT] if moves_rank_0 else []  # rank 0 sends the snapshots
     if change.why is Why.EVACUATE:
         return Step(Capturing(replace(change, has_regrouped=True)), tuple(commands))
-    commands.append(Do.NOTIFY_CHANGE)
     if change.why is Why.FAILURE:
         commands.append(Do.PAY_TO_CONTINUE)
-    kind = "continued" if change.expected - members else KINDS[change.why]
-    if kind != "grown" or len(members) + num_joining > change.size:  # otherwise, all that joined have died
+    kind = "continued" if change.expected - state.members else KINDS[change.why]
+    if kind != "grown" or num_workers > change.size:  # otherwise, all that joined have died
         commands.append(Record(kind))
-    return Step(Running("resume") if facts.in_call else Finished("idle"), tuple(commands))
+    return Step(Running("resume") if known.in_call else Finished(), tuple(commands))
 
 
-def _cannot_continue(change: Change, members: Members, facts: Facts, *, is_failure: bool = False) -> Step:
+def _cannot_continue(change: Change, members: Members, known: Known, *, is_failure: bool = False) -> Step:
     """The group cannot be changed in place."""
     match change:
         case Change(Why.EVACUATE, failed, plan=EndEarly()):
             assert failed is not None
-            step = _restart_after_failure(facts) if change.has_regrouped else _after_failure(failed, facts)
+            step = _restart_after_failure(known) if change.has_regrouped else _after_failure(failed, known)
         case Change(Why.EVACUATE, plan=Raise() | Restart() as plan):
-            step = _follow(plan, replace(facts, only_in_workers=False)).after(Do.GIVE_STATE_UP)
+            step = _follow(plan, replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
         case Change(plan=Restart() as plan):
-            step = _start_others(plan, facts)
+            step = _start_others(plan, known)
         case Change(Why.FAILURE):
-            step = _restart_after_failure(facts)
+            step = _restart_after_failure(known)
         case _:
             plan = Restart("restored" if is_failure or change.expected - members else KINDS[change.why])
-            step = Step(AwaitingSnapshot(plan)) if facts.in_call else restart(plan, facts)
+            step = Step(AwaitingSnapshot(plan)) if known.in_call else restart(plan, known)
     return step.after(Abandon(change, members))
 
 
-def _enlarge(change: Change, facts: Facts) -> Step:
+def _enlarge(change: Change, known: Known) -> Step:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
-    if len(facts.members) >= facts.min_workers or facts.is_ending:
+    if len(known.members) >= known.min_workers or known.is_ending:
         return Step(Polling(Poll.PAY))
-    return Step(TearingDown(_change(Why.FAILURE, None, facts), facts.members))
+    return Step(TearingDown(_change(Why.FAILURE, None, known), known.members))
 
 
-def _copy_again(change: Change, facts: Facts) -> Step:
+def _copy_again(change: Change, known: Known) -> Step:
     """A copy of the state was lost: form a group of those that live, and copy again."""
     is_early = isinstance(change.plan, EndEarly)
-    if is_early and facts.is_cut_off:
-        return _without_copy(facts)
-    num_copies = change.num_copies + 1 if is_early or change.copied_by == facts.members else 1
+    if is_early and known.is_cut_off:
+        return _without_copy(known)
+    num_copies = change.num_copies + 1 if is_early or change.copied_by == known.members else 1
     if num_copies < NUM_COPIES:
-        return Step(Settling(replace(change, num_copies=num_copies, copied_by=facts.members)))
-    return _enlarge(change, facts) if is_early else _cannot_continue(change, facts.members, facts)
+        return Step(Settling(replace(change, num_copies=num_copies, copied_by=known.members)))
+    return _enlarge(change, known) if is_early else _cannot_continue(change, known.members, known)
 
 
-def _without_copy(facts: Facts) -> Step:
+def _without_copy(known: Known) -> Step:
     """Ray was stopped before the state was in the driver."""
-    return _follow(Raise(End.CUT_OFF), replace(facts, only_in_workers=False)).after(Do.GIVE_STATE_UP)
+    return _follow(Raise(End.CUT_OFF), replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
 
 
-def _end_early(facts: Facts) -> Step:
-    is_too_small = len(facts.members) < facts.min_workers and not facts.is_ending
+def _end_early(plan: EndEarly, known: Known) -> Step:
+    is_too_small = len(known.members) < known.min_workers and not known.is_ending
     ends = (Do.KILL_GROUP, Record("ended")) if is_too_small else ()
-    return Step(Finished("left"), (Do.LEAVE_CALL, *ends))
+    return Step(Finished(plan), (Do.LEAVE_CALL, *ends))
 
 
-def _follow(plan: Raise | Restart, facts: Facts) -> Step:
+def _follow(plan: Raise | Restart, known: Known) -> Step:
     """Go on with a plan, once the driver has the training state."""
     if isinstance(plan, Restart):
-        return restart(plan, facts)
-    if facts.only_in_workers:
-        return Step(AwaitingSnapshot(plan) if facts.in_transit else Settling(Change(Why.EVACUATE, plan=plan)))
+        return restart(plan, known)
+    if known.only_in_workers:
+        return Step(AwaitingSnapshot(plan) if known.in_transit else Settling(Change(Why.EVACUATE, plan=plan)))
     commands: list[Command] = []
-    if plan.ends_restart or not facts.is_driver_only:
-        commands += [Do.KILL_GROUP] * facts.has_group
-        if plan.event is not None and (facts.has_group or plan.ends_restart):
+    if plan.ends_restart or not known.is_driver_only:
+        commands += [Do.KILL_GROUP] * bool(known.members)
+        if plan.event is not None and (known.members or plan.ends_restart):
             commands.append(Record(plan.event))
-    commands += [Do.NOTE_REFUSED] * (plan.why is End.NO_RETRY)
-    commands += [Do.FORGET_CALLS] * (plan.why is End.RANKS_DIFFER)
-    return Step(Finished("raised", plan), (*commands, *_aborted(facts)))
+    return Step(Finished(plan), (*commands, *_aborted(known)))
 
 
-def _give_up(facts: Facts) -> Step:
-    return _follow(Raise(End.NO_RETRY, "lost"), facts)
+def _give_up(known: Known) -> Step:
+    return _follow(Raise(End.NO_RETRY, "lost"), known)
 
 
-def _restart_after_failure(facts: Facts) -> Step:
-    if facts.num_left <= 0:
-        return _give_up(facts)
-    return restart(Restart("restored", reuses=True), facts).after(Do.PAY_FOR_RESTART, Do.NOTIFY_FAILURE)
+def _restart_after_failure(known: Known) -> Step:
+    if known.num_left <= 0:
+        return _give_up(known)
+    return restart(Restart("restored", reuses=True), known).after(Do.PAY_FOR_RESTART)
 
 
-def restart(plan: Restart, facts: Facts) -> Step:
+def restart(plan: Restart, known: Known) -> Step:
     """Go back to the last snapshot. First, fetch state that only the workers have."""
-    if facts.only_in_workers and facts.in_transit:
+    if known.only_in_workers and known.in_transit:
         return Step(AwaitingSnapshot(plan))
-    if plan.reuses and facts.only_in_workers and not facts.can_continue:
-        return _follow(Raise(End.NOT_REPEATABLE, "lost"), facts)  # the state from before the call is gone
-    if facts.is_ending:
-        return _follow(Raise(End.PROGRAM_ENDS, "ended" if facts.in_call else None), facts)
-    if facts.only_in_workers:
+    if plan.reuses and known.only_in_workers and not known.can_continue:
+        return _follow(Raise(End.NOT_REPEATABLE, "lost"), known)  # the state from before the call is gone
+    if known.is_ending:
+        return _follow(Raise(End.PROGRAM_ENDS, "ended" if known.in_call else None), known)
+    if known.only_in_workers:
         return Step(Settling(Change(Why.EVACUATE, plan=plan)))
     return Step(AwaitingSnapshot(plan, is_brief=True))
 
 
-def _replace_workers(plan: Restart, facts: Facts) -> Step:
+def _replace_workers(plan: Restart, known: Known) -> Step:
     """Reuse processes if possible. Otherwise, start others."""
-    has_others = facts.renews or (facts.regroups and not facts.uses_local and facts.num_standby > 0)
-    if plan.reuses and has_others and not facts.is_lost and facts.has_snapshot:
+    has_others = known.renews or (known.regroups and not known.uses_local and known.num_standby > 0)
+    if plan.reuses and has_others and not known.is_lost and known.has_snapshot:
         return Step(Settling(Change(Why.REUSE, plan=plan)))
-    return _start_others(plan, facts)
+    return _start_others(plan, known)
 
 
-def _start_others(plan: Restart, facts: Facts) -> Step:
+def _start_others(plan: Restart, known: Known) -> Step:
     """Start a group. One that this restart has launched has failed: a further one may cost a retry of the start."""
-    kills = (Do.KILL_GROUP,) if facts.has_group else ()
+    kills = (Do.KILL_GROUP,) if known.members else ()
     if plan.is_launched:
-        return _start_again(plan, facts.without_group).after(*kills)
-    if facts.is_lost:
-        return _end_restart(plan, End.STATE_LOST, facts.without_group).after(*kills)
-    return _schedule(plan, facts.without_group).after(*kills)
+        return _start_again(plan, known.without_group).after(*kills)
+    if known.is_lost:
+        return _end_restart(plan, Raise(End.STATE_LOST), known.without_group).after(*kills)
+    return _schedule(plan, known.without_group).after(*kills)
 
 
-def _schedule(plan: Restart, facts: Facts) -> Step:
-    if facts.is_ending or plan.attempt >= facts.num_attempts:
-        return _end_restart(plan, End.PROGRAM_ENDS if facts.is_ending else End.NO_GROUP, facts)
+def _schedule(plan: Restart, known: Known) -> Step:
+    if known.is_ending or plan.attempt >= known.num_attempts:
+        return _end_restart(plan, Raise(End.PROGRAM_ENDS if known.is_ending else End.NO_GROUP), known)
     return Step(Scheduling(plan))
 
 
-def _start_again(plan: Restart, facts: Facts) -> Step:
+def _start_again(plan: Restart, known: Known) -> Step:
     """A group that was launched has failed."""
-    if facts.num_starts_left is None:
-        return _schedule(plan.next_attempt, facts)
-    if facts.num_starts_left <= 0:
-        return _end_restart(plan, End.NO_START, facts).after(Do.NOTE_REFUSED_START)
-    return _schedule(replace(plan, is_launched=False), facts).after(Do.PAY_FOR_START)
+    if known.num_starts_left is None:
+        return _schedule(plan.next_attempt, known)
+    if known.num_starts_left <= 0:
+        return _end_restart(plan, Raise(End.NO_START), known)
+    return _schedule(replace(plan, is_launched=False), known).after(Do.PAY_FOR_START)
 
 
-def _end_restart(plan: Restart, why: End, facts: Facts, *, is_loss: bool = True) -> Step:
+def _end_restart(plan: Restart, why: Raise, known: Known, *, is_loss: bool = True) -> Step:
     """Raise the error that ends a restart."""
     event: Literal["lost", "ended"] = "lost" if is_loss else "ended"
-    return _follow(Raise(why, None if plan.kind == "started" else event, ends_restart=True), facts)
+    return _follow(replace(why, event=None if plan.kind == "started" else event, ends_restart=True), known)

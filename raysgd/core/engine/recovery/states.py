@@ -1,4 +1,4 @@
-"""The states of a recovery, the events that end them, the facts and the commands: the types of `machine.transition`.
+"""The states of a recovery, the events that end them, what is known, and commands: the types of `transition`.
 
 Each state names the one thing that the driver waits for, and each event how the wait ended. Commands do not wait for a
 worker.
@@ -6,13 +6,14 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
+from raysgd.core.engine.policies import choose_source
 from raysgd.core.engine.shared.group_events import EventKind
-from raysgd.core.engine.shared.types import FailureKind
+from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
 
 NUM_COPIES = 4  # how often a state that is lost in transit is copied to the driver
 
@@ -53,16 +54,20 @@ class Raise:
         event: Kind of the event to record in the history. None to record no event.
         ends_restart: True if the error ends a restart. A half restored group is killed even if its only worker is the
             driver, and an event is recorded even if no group is left.
+        error: The error, if it was raised in the driver.
     """
 
     why: End
     event: Literal["lost", "ended"] | None = "ended"
     ends_restart: bool = False
+    error: BaseException | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class EndEarly:
-    """End the call early and return each rank's part of the snapshot."""
+    """End the call early and return each rank's part of the snapshot: `parts`, once the ranks have copied it."""
+
+    parts: Sequence[Any] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,9 @@ class Change:
         has_regrouped: True if a group was formed, or at least attempted.
         num_copies: Number of copies of the state that the workers in `copied_by` have sent and that were lost.
         copied_by: Workers that sent the last copy.
+        joining: Standby workers that are taken to join the next group.
+        until: Until when others are awaited, on the engine's clock. None if that was not decided yet.
+        parts: Each rank's part of a snapshot from before the change, if workers leave in a call.
     """
 
     why: Why
@@ -135,6 +143,9 @@ class Change:
     has_regrouped: bool = False
     num_copies: int = 0
     copied_by: Members = NOBODY
+    joining: tuple[Any, ...] = ()
+    until: float | None = field(default=None, compare=False)
+    parts: Sequence[Any] = field(default=(), compare=False)
 
 
 # ------------------------------------------------------------------------------------------------------ states
@@ -177,11 +188,13 @@ class Forming:
         change: The change of the group.
         members: The workers that stay.
         stale: Those of them that have joined without receiving the state.
+        reports: Each member's progress, in rank order, once the members have left their group.
     """
 
     change: Change
     members: Members
     stale: Members = NOBODY
+    reports: tuple[ReplicaProgress, ...] = ()
 
 
 class TearingDown(Forming):
@@ -192,11 +205,15 @@ class FillingUp(Forming):
     """Standby workers are taken or awaited."""
 
 
-@dataclass(frozen=True)
 class Regrouping(Forming):
     """Members and standby workers connect, and the source sends its state to those that lack it."""
 
-    num_joining: int = 0
+    @property
+    def source(self) -> ReplicaProgress:
+        """The progress of the member whose training state the other ranks copy."""
+        source = Progress(self.reports).source
+        assert source is not None, "a group without a source is not formed"
+        return source
 
 
 @dataclass(frozen=True)
@@ -230,6 +247,7 @@ class Rebuilding:
 
     plan: Restart
     members: Members = NOBODY
+    joining: tuple[Any, ...] = ()
     is_again: bool = False
 
 
@@ -242,9 +260,11 @@ class Scheduling:
 
 @dataclass(frozen=True)
 class Launching:
-    """A new group starts."""
+    """A new group of `num_workers` workers starts, and some spares."""
 
     plan: Restart
+    num_workers: int
+    num_spares: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,10 +276,9 @@ class Restoring:
 
 @dataclass(frozen=True)
 class Finished:
-    """The recovery is over. `how`: all ranks completed the call, it ended early, no call is running, or it raised."""
+    """The recovery is over. `plan`: the call ended early or with an error. None if no call is running."""
 
-    how: Literal["completed", "left", "idle", "raised"]
-    error: Raise | None = None
+    plan: Raise | EndEarly | None = None
 
 
 State: TypeAlias = (
@@ -271,18 +290,23 @@ State: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class CallAnswered:
-    """All ranks have completed the call. `refused`: why their values do not count, if `call.check` raised."""
+class CallRefused:
+    """All ranks have completed the call, but `call.check` raised `error`, so their values do not count."""
 
-    refused: Literal[End.RANKS_DIFFER, End.INTERRUPTED] | None = None
+    why: Literal[End.RANKS_DIFFER, End.INTERRUPTED]
+    error: BaseException | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Paused:
-    """All ranks wait between the same two steps. `leaving` are on nodes that are being removed."""
+    """All ranks wait between the same two steps, with `parts` of a snapshot.
+
+    `leaving` are on nodes that are being removed.
+    """
 
     must_end: bool
     leaving: Members = NOBODY
+    parts: Sequence[Any] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -314,10 +338,16 @@ class Survivors:
 
 @dataclass(frozen=True)
 class Progress:
-    """All members have left the group. `has_source`: the state of one of them can be continued, from step `steps`."""
+    """All members have left the group, with these `reports` in rank order. `obstacle`: why none can be continued."""
 
-    has_source: bool
-    steps: int = 0
+    reports: tuple[ReplicaProgress, ...]
+    obstacle: str = field(default="", compare=False)
+
+    @property
+    def source(self) -> ReplicaProgress | None:
+        """The progress of the member whose state can be continued."""
+        source = choose_source(self.reports)
+        return None if source is None else self.reports[source]
 
 
 @dataclass(frozen=True)
@@ -328,19 +358,23 @@ class Lost:
         members: The workers that are left.
         failed: Workers that did not complete the step, dead or alive.
         by_user: True if user code raised an exception.
+        obstacle: Why the group cannot be changed in place now.
     """
 
     members: Members = NOBODY
     failed: Members = NOBODY
     by_user: bool = False
+    obstacle: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """Standby workers were taken. `silent` members have stopped to answer in the meantime."""
+    """Standby workers were taken, until `until`. `silent` members have stopped to answer in the meantime."""
 
-    num_joining: int
+    joining: tuple[Any, ...]
     silent: Members = NOBODY
+    until: float | None = field(default=None, compare=False)
+    obstacle: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -352,9 +386,10 @@ class Formed:
 
 @dataclass(frozen=True)
 class Captured:
-    """All ranks have copied their state. `is_inside`: the state is from inside a call."""
+    """All ranks have copied their state, as `parts` of a snapshot. `is_inside`: from inside a call."""
 
     is_inside: bool
+    parts: Sequence[Any] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -365,6 +400,8 @@ class Landed:
 @dataclass(frozen=True)
 class LostInTransit:
     """No snapshot with the workers' state has arrived."""
+
+    obstacle: ClassVar[str] = f"it was lost in transit {NUM_COPIES} times"
 
 
 @dataclass(frozen=True)
@@ -377,9 +414,10 @@ class Polled:
 
 @dataclass(frozen=True)
 class Resources:
-    """The driver has looked for free resources. `has_room`: enough workers fit into them."""
+    """The driver has looked for free resources, into which so many workers and spares fit, or too few: 0."""
 
-    has_room: bool
+    num_workers: int = 0
+    num_spares: int = 0
 
 
 @dataclass(frozen=True)
@@ -399,29 +437,30 @@ class Interrupted:
     Attributes:
         is_loss: True if workers are lost for good.
         is_unsent: True if the error says that the call cannot be sent.
+        error: What was raised.
     """
 
     is_loss: bool = False
     is_unsent: bool = False
+    error: BaseException | None = field(default=None, compare=False)
 
 
 Event: TypeAlias = (
-    "CallAnswered | Paused | CallFailed | Survivors | Progress | Lost | Filled | Formed | Captured | Landed"
+    "CallRefused | Paused | CallFailed | Survivors | Progress | Lost | Filled | Formed | Captured | Landed"
     " | LostInTransit | Polled | Resources | Done | NotGranted | Interrupted"
 )
 
-# ------------------------------------------------------------------------------------------------------- facts
+# ------------------------------------------------------------------------------------------------------- what is known
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts on which a transition depends. All values are plain, and are read just before the transition.
+class Known:
+    """What is known when a transition is chosen. All values are plain, and are read just before the transition.
 
     Attributes:
         in_call: True if a call is running.
         was_sent: True if a rank may have received the call.
-        members: Workers of the current group.
-        has_group: False if the group was killed.
+        members: Workers of the current group. Nobody if the group was killed.
         is_driver_only: True if the driver is the only worker.
         min_workers: Smallest number of workers.
         regroups: True if replicas can continue in another group.
@@ -453,7 +492,6 @@ class Facts:
     in_call: bool = True
     was_sent: bool = True
     members: Members = frozenset({0, 1})
-    has_group: bool = True
     is_driver_only: bool = False
     min_workers: int = 1
     regroups: bool = True
@@ -482,9 +520,9 @@ class Facts:
     num_attempts: int = 10
 
     @property
-    def without_group(self) -> Facts:
-        """The facts after the group was killed."""
-        return replace(self, has_group=False, only_in_workers=False)
+    def without_group(self) -> Known:
+        """What is known after the group was killed."""
+        return replace(self, members=NOBODY, only_in_workers=False)
 
     def obstacle_to_continuing(self, steps: int) -> str | None:
         """Return why the retries do not allow survivors that have completed `steps` steps to continue, if they do not.
@@ -505,26 +543,17 @@ class Facts:
 class Do(Enum):
     """An action that the driver takes at once, without waiting for a worker."""
 
-    FORGET_CALLS = auto()  # a restart repeats no call
     GIVE_STATE_UP = auto()  # the only state could not be fetched
     DROP_IN_TRANSIT = auto()  # the replicas that send the snapshot are gone
     TAKE_PARTS = auto()  # the ranks' parts become the newest snapshot
     LEAVE_CALL = auto()  # the call will not resume, so a snapshot inside it counts as one after it
     NOTE_ABORTED = auto()  # no snapshot has the state that an aborted call has left
-    KEEP_FACTS = auto()  # what the replicas of the new group have returned
-    KILL_OTHERS = auto()  # workers that are not members
     KILL_JOINING = auto()  # workers that were taken from standby
     KILL_GROUP = auto()
-    SUSPECT_NODES = auto()  # no new workers on the nodes of silent ranks for a while
     NOTE_HANG = auto()  # continuing costs a retry
     PAY_TO_CONTINUE = auto()
-    PAY_FOR_RESTART = auto()
+    PAY_FOR_RESTART = auto()  # and notify the front end
     PAY_FOR_START = auto()
-    NOTE_REFUSED = auto()  # no retry of the call was left
-    NOTE_REFUSED_START = auto()  # no retry of the start was left
-    NOTE_LOST_COPY = auto()
-    NOTIFY_CHANGE = auto()  # to the front end; missing spares start later
-    NOTIFY_FAILURE = auto()
 
 
 @dataclass(frozen=True)

@@ -190,10 +190,10 @@ def test_ranks_are_told_apart_by_the_address_of_their_node() -> None:
     nodes = Nodes(tuple("abacabb"))
     assert nodes.ranks == [[0, 2, 4], [1, 5, 6], [3]]
     assert nodes.leaders == [0, 1, 3]
-    assert nodes.lanes == [[0, 1, 3]], "one node has a single rank"
+    assert nodes.columns == [[0, 1, 3]], "one node has a single rank"
     assert nodes.in_order == [0, 2, 4, 1, 5, 6, 3]
     assert [nodes.beside(rank) for rank in (4, 1, 3)] == [[0, 2, 4], [1, 5, 6], [3]]
-    assert Nodes(tuple("aabbb")).lanes == [[0, 2], [1, 3]]
+    assert Nodes(tuple("aabbb")).columns == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(("hosts", "are_shared"), [("a", False), ("aaa", False), ("abc", False), ("abb", True)])

@@ -14,21 +14,22 @@ from raysgd.core.engine.recovery.machine import restart, transition
 from raysgd.core.engine.recovery.states import (
     NOBODY,
     AwaitingSnapshot,
-    CallAnswered,
     CallFailed,
+    CallRefused,
     Captured,
     Capturing,
     Change,
     Do,
     Done,
     End,
+    EndEarly,
     Event,
-    Facts,
     Filled,
     FillingUp,
     Finished,
     Formed,
     Interrupted,
+    Known,
     Landed,
     Launching,
     Lost,
@@ -55,9 +56,9 @@ from raysgd.core.engine.recovery.states import (
     TearingDown,
     Why,
 )
-from raysgd.core.engine.shared.types import FailureKind
+from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
 
-NUM_FACTS, NUM_FACTS_IN_SOAK = 12, 300
+NUM_KNOWN, NUM_KNOWN_IN_SOAK = 12, 300
 MOST_NODES = 300_000
 MOST_INTERRUPTS = 1
 BOTH = frozenset({0, 1})
@@ -69,7 +70,7 @@ class Node:
     """A place in a run. Workers join or leave between two steps only once in it, and Ctrl-C comes once."""
 
     state: State
-    facts: Facts
+    known: Known
     has_paused: bool = False
     num_interrupts: int = 0
 
@@ -82,48 +83,50 @@ def smaller(members: Members) -> list[Members]:
 
 def events(node: Node) -> Iterator[Event]:
     """How the wait of a state may end, at its worst: calls never get further than their first step."""
-    facts, state = node.facts, node.state
+    known, state = node.known, node.state
     if node.num_interrupts < MOST_INTERRUPTS:
         yield from (Interrupted(), Interrupted(is_loss=True))
         if isinstance(state, Running):
             yield Interrupted(is_unsent=True)
     match state:
         case Running():
-            yield from (CallAnswered(), CallAnswered(End.RANKS_DIFFER), CallFailed("died"), CallFailed("disconnected"))
+            yield from (CallRefused(End.RANKS_DIFFER), CallFailed("died"), CallFailed("disconnected"))
             yield from (CallFailed("user", at_one_line=True), CallFailed("user", all_answered=False))
             yield from (CallFailed("user"), CallFailed("died", has_diverged=True))
-            if facts.must_end:
+            if known.must_end:
                 yield Paused(must_end=True)
-            if facts.members and not node.has_paused:
+            if known.members and not node.has_paused:
                 yield from (CallFailed("user", lacks_memory=True), Paused(False))
-                if len(facts.members) > 1:
+                if len(known.members) > 1:
                     yield Paused(False, frozenset({0}))
         case Polling(Poll.RESUME):
             yield from (Polled(), CallFailed("died"))
         case Polling():
             yield from (Polled(), Polled(are_alike=False), Polled(steps=1), CallFailed("died"))
         case Settling():
-            yield from (Survivors(each, True) for each in (*smaller(facts.members), facts.members))
+            yield from (Survivors(each, True) for each in (*smaller(known.members), known.members))
         case TearingDown(_, members):
-            yield from (Progress(True, 0), Progress(True, 1), Progress(False), Lost(members, by_user=True))
+            yield from (Progress((ReplicaProgress(steps),)) for steps in (0, 1))
+            yield from (Progress((ReplicaProgress(is_whole=False),)), Lost(members, by_user=True))
             yield from map(Lost, smaller(members))
         case FillingUp(_, members):
-            yield Filled(0)
-            if facts.num_standby:
-                yield Filled(1)
-            yield from (Filled(0, members - each) for each in smaller(members))
+            joining = state.change.joining
+            yield Filled(joining)
+            if known.num_standby:
+                yield Filled((2,))
+            yield from (Filled(joining, members - each) for each in smaller(members))
         case Regrouping():
-            yield from (Formed(), Formed(moves_rank_0=True), Lost(by_user=True), Lost(facts.members, facts.members))
-            yield from (Lost(each, facts.members) for each in smaller(facts.members))
+            yield from (Formed(), Formed(moves_rank_0=True), Lost(by_user=True), Lost(known.members, known.members))
+            yield from (Lost(each, known.members) for each in smaller(known.members))
         case Capturing():
             yield from (Captured(True), Captured(False), Lost())
         case AwaitingSnapshot():
             yield from (Landed(), LostInTransit())
         case Scheduling():
-            yield from (Resources(True), Resources(False))
+            yield from (Resources(2), Resources())
         case Launching():
             yield from (Done(), Lost(), NotGranted())
-        case Rebuilding() if not facts.members:
+        case Rebuilding() if not known.members:
             yield Lost()
         case Rebuilding() | Restoring():
             yield from (Done(), Lost())
@@ -131,20 +134,18 @@ def events(node: Node) -> Iterator[Event]:
 
 def faults_of(node: Node, event: Event, step: Step) -> Iterator[str]:
     """What must not be."""
-    facts, commands = node.facts, step.commands
-    is_safe = not facts.only_in_workers or isinstance(event, Landed) or Do.GIVE_STATE_UP in commands
+    known, commands = node.known, step.commands
+    is_safe = not known.only_in_workers or isinstance(event, Landed) or Do.GIVE_STATE_UP in commands
     if Do.KILL_GROUP in commands and not is_safe:
         yield "kills the only state"
-    if Do.PAY_FOR_RESTART in commands and facts.num_left <= 0:
+    if Do.PAY_FOR_RESTART in commands and known.num_left <= 0:
         yield "more retries than there are"
-    if Do.PAY_TO_CONTINUE in commands and not (facts.num_left > 0 or facts.free_from <= 1):
+    if Do.PAY_TO_CONTINUE in commands and not (known.num_left > 0 or known.free_from <= 1):
         yield "more retries than there are"
-    if Do.PAY_FOR_START in commands and not facts.num_starts_left:
+    if Do.PAY_FOR_START in commands and not known.num_starts_left:
         yield "more starts than there are"
-    if isinstance(step.state, Finished) and (step.state.how == "raised") != (step.state.error is not None):
-        yield "no error is raised"
-    if isinstance(step.state, Finished) and facts.in_call:
-        is_aborted = step.state.how == "raised" and not facts.is_ending
+    if isinstance(step.state, Finished) and known.in_call:
+        is_aborted = isinstance(step.state.plan, Raise) and not known.is_ending
         if (Do.NOTE_ABORTED in commands) != is_aborted:
             yield "it is not noted that a call broke off"
     if isinstance(step.state, TearingDown) and not step.state.members:
@@ -153,48 +154,48 @@ def faults_of(node: Node, event: Event, step: Step) -> Iterator[str]:
 
 def after(node: Node, event: Event) -> tuple[Node, list[str]]:
     """Where an event leads, and what is wrong there."""
-    facts, state = node.facts, node.state
-    if isinstance(event, Landed) and facts.in_transit:
-        facts = replace(facts, only_in_workers=False, is_lost=False, has_snapshot=True)
+    known, state = node.known, node.state
+    if isinstance(event, Landed) and known.in_transit:
+        known = replace(known, only_in_workers=False, is_lost=False, has_snapshot=True)
     if isinstance(event, (Landed, LostInTransit)):
-        facts = replace(facts, in_transit=False)
-    step = transition_of(state, event, facts)
+        known = replace(known, in_transit=False)
+    if isinstance(event, LostInTransit) and state == AwaitingSnapshot(EndEarly()):
+        known = replace(known, num_lost_copies=known.num_lost_copies + 1)
+    step = transition_of(state, event, known)
     wrong = [f"{each}: {type(state).__name__}, {type(event).__name__}" for each in faults_of(node, event, step)]
     commands, following = step.commands, step.state
     if Do.TAKE_PARTS in commands:
-        facts = replace(facts, in_transit=True)
+        known = replace(known, in_transit=True)
     if Do.DROP_IN_TRANSIT in commands:
-        facts = replace(facts, in_transit=False)
+        known = replace(known, in_transit=False)
     if Do.GIVE_STATE_UP in commands:
-        facts = replace(facts, only_in_workers=False)
+        known = replace(known, only_in_workers=False)
     if Do.KILL_GROUP in commands:
-        facts = replace(facts, has_group=False, only_in_workers=False, in_transit=False)
+        known = replace(known, members=NOBODY, only_in_workers=False, in_transit=False)
     if Do.PAY_FOR_RESTART in commands:
-        facts = replace(facts, num_left=facts.num_left - 1, continued_at=None, free_from=1)
+        known = replace(known, num_left=known.num_left - 1, continued_at=None, free_from=1)
     if Do.NOTE_HANG in commands:
-        facts = replace(facts, free_from=float("inf"))
+        known = replace(known, free_from=float("inf"))
     if Do.PAY_TO_CONTINUE in commands:
-        facts = replace(facts, num_left=facts.num_left - (facts.free_from > 1), continued_at=1, free_from=3)
+        known = replace(known, num_left=known.num_left - (known.free_from > 1), continued_at=1, free_from=3)
     if Do.PAY_FOR_START in commands:
-        facts = replace(facts, num_starts_left=(facts.num_starts_left or 0) - 1)
-    if Do.NOTE_LOST_COPY in commands:
-        facts = replace(facts, num_lost_copies=facts.num_lost_copies + 1)
+        known = replace(known, num_starts_left=(known.num_starts_left or 0) - 1)
     if isinstance(state, Restoring) and isinstance(event, Lost):
-        facts = replace(facts, members=(smaller(facts.members) or [NOBODY])[-1])
+        known = replace(known, members=(smaller(known.members) or [NOBODY])[-1])
     if state == Polling(Poll.PAY) and isinstance(event, CallFailed):
-        facts = replace(facts, members=(smaller(facts.members) or [facts.members])[-1])  # nothing else ends such a wait
+        known = replace(known, members=(smaller(known.members) or [known.members])[-1])  # nothing else ends such a wait
     if isinstance(following, Regrouping):
-        joining = frozenset(sorted(frozenset(range(4)) - following.members)[: following.num_joining])
-        num_standby = facts.num_standby - following.num_joining
-        facts = replace(facts, members=following.members | joining, num_standby=num_standby)
+        num_joining = len(following.change.joining)
+        joining = frozenset(sorted(frozenset(range(4)) - following.members)[:num_joining])
+        known = replace(known, members=following.members | joining, num_standby=known.num_standby - num_joining)
     if isinstance(following, Rebuilding) and not following.is_again:
-        members = following.members or frozenset(range(facts.num_standby))
-        facts = replace(facts, members=members, num_standby=0)
+        members = following.members or frozenset(range(known.num_standby))
+        known = replace(known, members=members, num_standby=0)
     if isinstance(state, Launching) and isinstance(event, Done):
-        facts = replace(facts, members=BOTH, has_group=True)
+        known = replace(known, members=BOTH)
     has_paused = node.has_paused or isinstance(event, Paused) or event == CallFailed("user", lacks_memory=True)
     num_interrupts = node.num_interrupts + isinstance(event, Interrupted)
-    return Node(following, facts, has_paused, num_interrupts), wrong
+    return Node(following, known, has_paused, num_interrupts), wrong
 
 
 def walked(first: Node) -> tuple[set[Node], set[str]]:
@@ -209,7 +210,7 @@ def walked(first: Node) -> tuple[set[Node], set[str]]:
             if following in open_places:
                 wrong.add(f"endless: {type(node.state).__name__}, {type(event).__name__}")
             elif following not in seen:
-                assert len(seen) < MOST_NODES, "a set of facts has too many places"
+                assert len(seen) < MOST_NODES, "a set of known has too many places"
                 seen.add(following)
                 if not isinstance(following.state, Finished):
                     open_places.add(following)
@@ -221,11 +222,11 @@ def walked(first: Node) -> tuple[set[Node], set[str]]:
     return seen, wrong
 
 
-def drawn_facts(seed: int) -> Facts:
+def drawn_known(seed: int) -> Known:
     rng = random.Random(seed)
     regroups, only_in_workers = rng.random() < 0.7, rng.random() < 0.4
     is_driver_only = rng.random() < 0.1
-    return Facts(
+    return Known(
         in_call=rng.random() < 0.8,
         members=frozenset({0}) if is_driver_only else BOTH,
         is_driver_only=is_driver_only,
@@ -252,25 +253,40 @@ def drawn_facts(seed: int) -> Facts:
     )
 
 
-def first_places(facts: Facts) -> list[Node]:
+def first_places(known: Known) -> list[Node]:
     """A call begins; or between two calls, the workers are replaced, or a change of the group begins."""
-    if facts.in_call:
-        return [Node(Running(), facts)]
-    change = Change(Why.DRAIN, expected=facts.members, size=2)
+    if known.in_call:
+        return [Node(Running(), known)]
+    change = Change(Why.DRAIN, expected=known.members, size=2)
     return [
-        Node(restart(Restart("restarted"), facts).state, facts),
-        Node(TearingDown(change, facts.members), facts),
+        Node(restart(Restart("restarted"), known).state, known),
+        Node(TearingDown(change, known.members), known),
     ]
 
 
 def wrong_in(seeds: range) -> set[str]:
-    return {each for seed in seeds for first in first_places(drawn_facts(seed)) for each in walked(first)[1]}
+    return {each for seed in seeds for first in first_places(drawn_known(seed)) for each in walked(first)[1]}
+
+
+def following_states() -> dict[str, list[str]]:
+    """Which states follow each state in some runs, without `Finished`."""
+    known = Known(num_retries=1, num_left=1, num_attempts=2)
+    only_state = replace(known, only_in_workers=True, is_lost=True, has_snapshot=False, can_continue=False)
+    places: set[Node] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "NUM_COPIES", 2)  # less to walk
+        for each in (known, replace(known, must_end=True), replace(known, regroups=False, renews=True), only_state):
+            places |= walked(Node(Running(), each, num_interrupts=MOST_INTERRUPTS))[0]
+        steps = {(node.state, after(node, event)[0].state) for node in places for event in events(node)}
+    names = sorted({(type(state).__name__, type(following).__name__) for state, following in steps})
+    arrows = [(state, following) for state, following in names if following not in (state, "Finished")]
+    return {state: [following for name, following in arrows if name == state] for state, _ in arrows}
 
 
 @pytest.mark.long
 def test_every_run_ends_and_keeps_the_state_and_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "NUM_COPIES", 2)  # less to walk
-    assert wrong_in(range(NUM_FACTS)) == set()
+    assert wrong_in(range(NUM_KNOWN)) == set()
 
 
 @pytest.mark.long
@@ -284,34 +300,34 @@ def test_every_run_ends_and_keeps_the_state_and_the_retries(monkeypatch: pytest.
     ],
 )
 def test_a_command_that_is_missing_is_found(missing: Do, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(state: State, event: Event, facts: Facts) -> Step:
-        step = transition(state, event, facts)
+    def without(state: State, event: Event, known: Known) -> Step:
+        step = transition(state, event, known)
         return Step(step.state, tuple(command for command in step.commands if command is not missing))
 
-    facts = Facts(
+    known = Known(
         num_retries=1, num_left=1, num_attempts=2, must_end=True, renews=True, only_in_workers=True, is_lost=True
     )
     monkeypatch.setattr(machine, "NUM_COPIES", 2)
     monkeypatch.setitem(globals(), "transition_of", without)
-    wrong = walked(Node(Running(), facts))[1]
+    wrong = walked(Node(Running(), known))[1]
     assert any(each.startswith(fault) for each in wrong)
 
 
 @pytest.mark.soak
 def test_every_run_of_many_more_facts_ends_and_keeps_the_state_and_the_retries() -> None:
-    assert wrong_in(range(NUM_FACTS, NUM_FACTS_IN_SOAK)) == set()
+    assert wrong_in(range(NUM_KNOWN, NUM_KNOWN_IN_SOAK)) == set()
 
 
 # ------------------------------------------------------------------------------------ what follows a failed call
 
 
-def decided(kind: FailureKind, num_left: float, **facts: Any) -> str:
+def decided(kind: FailureKind, num_left: float, **known: Any) -> str:
     """What follows a call that failed: ranks continue, a restart is paid for, or an error is raised."""
-    step = transition(Running(), CallFailed(kind), Facts(num_left=num_left, **facts))
+    step = transition(Running(), CallFailed(kind), Known(num_left=num_left, **known))
     match step.state:
         case Settling(Change(Why.FAILURE)):
             return "continue"
-        case Finished(error=Raise(why)) | AwaitingSnapshot(Raise(why)):
+        case Finished(Raise(why)) | AwaitingSnapshot(Raise(why)):
             return why.name
     assert Do.PAY_FOR_RESTART in step.commands
     return "restart"
