@@ -214,7 +214,7 @@ def _after_failure(failed: CallFailed, known: Known) -> Step:
     if failed.has_diverged:
         return Step(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
     if failed.lacks_memory:
-        return Step(Settling(_change(Why.MEMORY, failed, known)))
+        return Step(Settling(Change(Why.MEMORY, failed, known.members)))
     if is_user and not (known.retries_user_errors and known.num_left > 0):
         if not failed.all_answered:
             return _follow(Raise(End.RAISED_INSIDE), known)
@@ -222,13 +222,8 @@ def _after_failure(failed: CallFailed, known: Known) -> Step:
             return _raise_and_keep(Raise(End.USER_ERROR), known)
         return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
     if not is_user and known.continues and known.can_continue and known.num_retries > 0:
-        return Step(Settling(_change(Why.FAILURE, failed, known)))
+        return Step(Settling(Change(Why.FAILURE, failed, known.members)))
     return _restart_after_failure(known)
-
-
-def _change(why: Why, failed: CallFailed | None, known: Known) -> Change:
-    """A change of which all workers of the group are expected to be a part."""
-    return Change(why, failed, known.members, len(known.members))
 
 
 def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> Step:
@@ -237,7 +232,7 @@ def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> 
     commands = (Do.TAKE_PARTS,) if known.in_call and not known.runs_on else ()
     if not (known.regroups or known.runs_on):
         return Step(AwaitingSnapshot(Restart(KINDS[why])), commands)
-    return Step(TearingDown(Change(why, expected=staying, size=len(known.members), parts=parts), staying), commands)
+    return Step(TearingDown(Change(why, expected=staying, parts=parts), staying), commands)
 
 
 def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Known) -> Step:
@@ -277,7 +272,7 @@ def _with_group(state: Regrouping, moves_rank_0: bool, known: Known) -> Step:
     if change.why is Why.FAILURE:
         commands.append(Do.PAY_TO_CONTINUE)
     kind = "continued" if change.expected - state.members else KINDS[change.why]
-    if kind != "grown" or num_workers > change.size:  # otherwise, all that joined have died
+    if kind != "grown" or num_workers > len(change.expected):  # otherwise, all that joined have died
         commands.append(Record(kind))
     return Step(Running("resume") if known.in_call else Finished(), tuple(commands))
 
@@ -304,7 +299,7 @@ def _enlarge(change: Change, known: Known) -> Step:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
     if len(known.members) >= known.min_workers or known.is_ending:
         return Step(Polling(Poll.PAY))
-    return Step(TearingDown(_change(Why.FAILURE, None, known), known.members))
+    return Step(TearingDown(Change(Why.FAILURE, None, known.members), known.members))
 
 
 def _copy_again(change: Change, known: Known) -> Step:

@@ -125,7 +125,6 @@ class Change:
         why: Reason for the change.
         failed: The failure that caused the change, if any.
         expected: Workers of the group before the change, without those that leave as planned.
-        size: Number of workers before the change.
         plan: What follows an evacuation or a rebuild.
         has_regrouped: True if a group was formed, or at least attempted.
         num_copies: Number of copies of the state that the workers in `copied_by` have sent and that were lost.
@@ -138,7 +137,6 @@ class Change:
     why: Why
     failed: CallFailed | None = None
     expected: Members = NOBODY
-    size: int = 0
     plan: Plan | None = None
     has_regrouped: bool = False
     num_copies: int = 0

@@ -257,7 +257,7 @@ def first_places(known: Known) -> list[Node]:
     """A call begins; or between two calls, the workers are replaced, or a change of the group begins."""
     if known.in_call:
         return [Node(Running(), known)]
-    change = Change(Why.DRAIN, expected=known.members, size=2)
+    change = Change(Why.DRAIN, expected=known.members)
     return [
         Node(restart(Restart("restarted"), known).state, known),
         Node(TearingDown(change, known.members), known),
