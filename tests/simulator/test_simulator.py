@@ -429,3 +429,14 @@ def test_a_detached_trainer_that_is_killed_while_it_stops_its_ranks_leaves_none_
         kernel.end_threads()
     assert {answer.state.steps for answer in answers} == {50}
     assert {event.kind for event in simulation.controller.history.events} == ({"left"} if still_leaves else set())
+
+
+def test_a_call_pays_for_workers_that_die_in_the_snapshot_before_its_group_grows() -> None:
+    send = Fault("die", "send", 1, 1), Fault("die", "send", 2, 5)
+    late = Fault("lose node", "on its way", 1, 7), Fault("freeze", "called", 9, 1)
+    settings: Any = {"continues": False, "regroups": False, "renews": True, "is_large": True, "heartbeat_s": 5.0}
+    schedule = Schedule(3693, num_workers=4, min_workers=3, nodes=(5,), num_samples=8, late_s=2.5, **settings)
+    start = Fault("die but one", "join", 2, 4)
+    verdict = run(replace(schedule, batch_size=4, ops=(Op("train", 52, 3),), faults=(start, *send, *late)))
+    assert verdict.broken is None
+    assert any("4 instead of 3 workers" in line for line in verdict.log)
