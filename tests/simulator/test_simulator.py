@@ -440,3 +440,19 @@ def test_a_call_pays_for_workers_that_die_in_the_snapshot_before_its_group_grows
     verdict = run(replace(schedule, batch_size=4, ops=(Op("train", 52, 3),), faults=(start, *send, *late)))
     assert verdict.broken is None
     assert any("4 instead of 3 workers" in line for line in verdict.log)
+
+
+def test_ctrl_c_in_a_group_that_is_half_formed_leaves_no_driver_that_takes_a_share_of_the_samples() -> None:
+    kinds = ("lose", 3), ("note", 53), ("lose", 4), ("look", 53), ("lose", 5), ("look", 85), ("steps", 3)
+    ops = tuple(Op(kind, argument) for kind, argument in kinds)
+    settings: Any = {
+        "num_spares": 1,
+        "joins_late": True,
+        "resize_interval_s": "auto",
+        "tells": False,
+        "use_local": True,
+    }
+    schedule = Schedule(100677, nodes=(3,), num_samples=40, batch_size=4, heartbeat_s=5.0, copy_s=0.0005, **settings)
+    verdict = run(replace(schedule, ops=ops, faults=(Fault("interrupt", "wait", 23, 2),), snapshot_every_s="auto"))
+    assert verdict.broken is None
+    assert any("TABLE Regrouping Interrupted -> Finished" in line for line in verdict.log)

@@ -182,6 +182,8 @@ def _interrupted(state: State, interrupt: Interrupted, known: Known) -> Step:
         return _raise_and_keep(why, known)
     if isinstance(plan, Raise) and plan.why is End.INTERRUPTED:  # again: the workers with the only state stay
         return _raise_and_keep(why, known)
+    if isinstance(state, Regrouping):  # a group that is half formed is killed even if its only worker is the driver
+        known = replace(known, is_driver_only=False)
     ends = _end_restart(plan, why, known, is_loss=interrupt.is_loss) if isinstance(plan, Restart) else None
     step = ends or _follow(why, known)
     return step.after(Do.KILL_JOINING) if isinstance(state, (TearingDown, FillingUp)) else step
