@@ -54,6 +54,21 @@ LEAVES = {
     "HTML report": Leaf(("raysgd/callbacks/report.py", "raysgd/callbacks/page")),
     "replay": Leaf(("raysgd/replay",), words=("why", "replay", "bisect")),
     "journal": Leaf(("raysgd/journal",), carries=("replay",)),
+    "services": Leaf(
+        (
+            "raysgd/callbacks/loggers.py",
+            "raysgd/core/writers/services.py",
+            "raysgd/air/callbacks",
+            "raysgd/air/integrations",
+        ),
+        words=("mlflow", "MLflowLoggerCallback", "wandb", "comet"),
+    ),
+    "averages": Leaf(("raysgd/callbacks/averages.py",)),
+    "helpers of functions": Leaf(
+        ("raysgd/train/huggingface", "raysgd/train/lightning.py", "raysgd/train/collective.py")
+    ),
+    "batch predictor": Leaf(("raysgd/train/batch_predictor.py",)),
+    "examples": Leaf(("raysgd/torch/examples", "raysgd/tf/examples", "raysgd/train/examples")),
     "chaos kit": Leaf(("raysgd/testing",)),
     "doctor": Leaf(("raysgd/cli/doctor.py",), words=("doctor",)),
     "codemod": Leaf(("raysgd/compat/migrate",), words=("migrate",)),

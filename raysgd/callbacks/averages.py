@@ -344,11 +344,9 @@ def _state_of(operator: Any, key: str) -> dict[str, Any] | None:
 
 
 def _own_weights(operator: Any) -> Weights | None:
-    return [_copied_to_cpu(tensors) for tensors in _tensors_in(operator)] if rank_of(operator) == 0 else None
-
-
-def _copied_to_cpu(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    if rank_of(operator) != 0:
+        return None
+    return [{name: each.detach().cpu().clone() for name, each in tensors.items()} for tensors in _tensors_in(operator)]
 
 
 def _load_weights(operator: Any, weights: Sequence[Mapping[str, Any]]) -> None:

@@ -137,17 +137,13 @@ class ProgressBar(Callback):
 
     def _values(self, progress: CallProgress) -> dict[str, str]:
         metrics = readable.chosen(progress.metrics, self._metrics)
-        return _as_text(dict([*metrics.items()][: self._most_values]))
+        return _as_text(dict([*metrics.items()][: _MOST_VALUES if self._metrics is None else None]))
 
     def _line_of_call(self, progress: CallProgress, took: float) -> str:
         what = f"{_label_of_call(progress)} {_PHASES[progress.kind]}".strip()
         values = [f"{name} {value}" for name, value in self._values(progress).items()]
         count = readable.counted(progress.num_steps, "batch", "batches")
         return "  ".join([what, count, *values, readable.seconds(took)])
-
-    @property
-    def _most_values(self) -> int:
-        return _MOST_VALUES if self._metrics is None else len(self._metrics)
 
     @property
     def _bar(self) -> LineBar:
@@ -263,7 +259,9 @@ class LineBar:
 
     def _in_columns(self, label: str, values: Mapping[str, str]) -> str:
         """Format a line of results with columns as wide as in earlier lines."""
-        cells = [_name_before(name) + self._padded(name, value) for name, value in values.items()]
+        # The names in `_SPEAK_FOR_THEMSELVES` are left out, because the unit makes clear what the value is.
+        names = {name: "" if name in _SPEAK_FOR_THEMSELVES else f"{name} " for name in values}
+        cells = [names[name] + self._padded(name, value) for name, value in values.items()]
         return "  ".join([self._padded("", label), *cells]).rstrip()
 
     def _padded(self, name: str, value: str) -> str:
@@ -348,11 +346,6 @@ def is_terminal(stream: Any) -> bool:
     """Return True if an output stream is a terminal that can redraw lines."""
     is_one = bool(getattr(stream, "isatty", lambda: False)())
     return is_one and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-
-
-def _name_before(name: str) -> str:
-    """Return the name to write before a value, or an empty string if the unit makes clear what the value is."""
-    return "" if name in _SPEAK_FOR_THEMSELVES else f"{name} "
 
 
 @contextlib.contextmanager

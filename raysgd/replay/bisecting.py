@@ -77,7 +77,8 @@ class Difference:
         """Return a description of the difference as text."""
         lines, found = [], self.comparison
         if self.step is None:
-            lines.append(f"no difference in {self.num_steps} steps{_beyond(found)}")
+            beyond = "" if found is None or found.bits_at is None else " that rounding does not explain"
+            lines.append(f"no difference in {self.num_steps} steps{beyond}")
         elif self.what == WEIGHTS:
             named = "" if self.parameter is None else f", first in `{self.parameter}`"
             lines.append(f"step {self.step}: the weights after it differ{named}")
@@ -111,10 +112,6 @@ class Difference:
         if self.different_at is not None:
             lines.append(f"checkpoints: different bits in the weights after step {self.different_at}")
         return "\n".join(lines)
-
-
-def _beyond(found: Comparison | None) -> str:
-    return "" if found is None or found.bits_at is None else " that rounding does not explain"
 
 
 def bisect(

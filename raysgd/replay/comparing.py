@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from raysgd.journal.entries import Leg, RunOptions
+from raysgd.journal.entries import Leg
 from raysgd.journal.journal import Journal, StepRecord
 from raysgd.trainer.configuration.batch_options import BatchOptions
 
@@ -134,8 +134,8 @@ def rounding_of(legs: Iterable[Leg], *, are_exact: bool) -> Rounding | None:
     if are_exact:
         return None
     options = [leg.run.options for leg in legs]
-    is_on_gpu, are_in_16_bits = any(each.use_gpu for each in options), all(map(_is_in_16_bits, options))
-    return IN_16_BITS if is_on_gpu or are_in_16_bits else IN_32_BITS
+    are_in_16_bits = all(each.use_fp16 or each.precision not in (None, "fp32") for each in options)
+    return IN_16_BITS if are_in_16_bits or any(each.use_gpu for each in options) else IN_32_BITS
 
 
 def options_of(leg: Leg) -> BatchOptions:
@@ -150,10 +150,6 @@ def sizes_of(journal: Journal) -> Sizes:
     columns = ([each.loss for each in records], [each.norm for each in records if each.norm is not None])
     finite = ([abs(value) for value in column if math.isfinite(value)] for column in columns)
     return Sizes(*(median(column) if column else 0.0 for column in finite))
-
-
-def _is_in_16_bits(options: RunOptions) -> bool:
-    return bool(options.use_fp16) or options.precision not in (None, "fp32")
 
 
 def _are_same(one: float, other: float) -> bool:

@@ -87,7 +87,8 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
     elif not _is_of(filesystem, "pyarrow.fs", "FileSystem"):
         raise TypeError(f"`filesystem={masked(filesystem)!r}`: need a file system of PyArrow or fsspec, or None.")
     base = text.rstrip("/")
-    uri = f"{_type_name(filesystem)}://{base.lstrip('/')}"
+    scheme = str(filesystem.type_name).removeprefix("py::").removeprefix("fsspec+")
+    uri = f"{scheme}://{base.lstrip('/')}"
     return StoreFolder(uri, filesystem, base, limit_s())
 
 
@@ -95,7 +96,3 @@ def _is_of(value: Any, module: str, name: str) -> bool:
     """Return True if a value is an instance of the class `module.name`, without importing the module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
-
-
-def _type_name(filesystem: Any) -> str:
-    return str(filesystem.type_name).removeprefix("py::").removeprefix("fsspec+")

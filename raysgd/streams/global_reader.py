@@ -263,7 +263,7 @@ class GlobalReader:
                     self._deal()
                 if not self._ordered:
                     return
-                whole, made = self._ordered.popleft(), self._next_made()
+                whole, made = self._ordered.popleft(), self._made.popleft() if self._made else self._receive()
                 if whole.num_seen:  # start the communication now, so that it runs while the worker trains
                     self._ends.see(whole.counts, whole.num_seen, made.found)
                 if whole.ends_pass and self._stream.skips:  # hear from all ranks, to include all skipped rows
@@ -330,9 +330,6 @@ class GlobalReader:
     def _receive(self) -> MadeBatches:
         self._num_orders -= 1
         return self._loading.receive()
-
-    def _next_made(self) -> MadeBatches:
-        return self._made.popleft() if self._made else self._receive()
 
     def _look(self, num_rows: int) -> None:
         """Look ahead in each lane that this worker watches, and send the other ranks how many rows are left.

@@ -216,10 +216,6 @@ class Accounts:
             seconds[VALIDATION_WAIT] += waited_s
         return TimeLedger(ranks, tuple(self._notes(num_ranks)))
 
-    @property
-    def _tells_exchanges(self) -> bool:
-        return len(self._accounts) < 2 or any(account.seconds[EXCHANGE] for account in self._accounts.values())
-
     def _notes(self, num_ranks: int | None) -> list[str]:
         notes = []
         if self._is_over:
@@ -229,7 +225,8 @@ class Accounts:
         silent = [rank for rank in range(num_ranks or 0) if rank not in self._accounts]
         if silent and not self._is_over:
             notes.append(f"{named(silent)} {'has' if len(silent) == 1 else 'have'} not answered yet")
-        if self._has_trained and not self._tells_exchanges:
+        accounts = self._accounts.values()
+        if self._has_trained and len(accounts) > 1 and not any(account.seconds[EXCHANGE] for account in accounts):
             notes.append(_UNTOLD)
         return notes
 

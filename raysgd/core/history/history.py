@@ -314,7 +314,7 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(entry) for entry in value]
-    if number is None and hasattr(value, "tolist") and _num_elements(value) <= _MOST_ELEMENTS:
+    if number is None and hasattr(value, "tolist") and math.prod(getattr(value, "shape", ())) <= _MOST_ELEMENTS:
         return plain(value.tolist())
     return str(value)
 
@@ -329,10 +329,6 @@ def evenly(entries: Sequence[Entry], most: int) -> list[Entry]:
     if len(entries) <= most:
         return list(entries)
     return [entries[number * (len(entries) - 1) // (most - 1)] for number in range(most)]
-
-
-def _num_elements(value: Any) -> int:
-    return math.prod(getattr(value, "shape", ()))
 
 
 def _made(kind: Any, entry: Mapping[str, Any]) -> Any:

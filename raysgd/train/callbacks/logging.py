@@ -11,7 +11,6 @@ from raysgd.core.files import check_local
 from raysgd.core.text.secrets import masked
 from raysgd.core.writers.files import EventFile, JsonList
 from raysgd.core.writers.files import SafeFallbackEncoder as SafeFallbackEncoder
-from raysgd.core.writers.services import MLflowRun
 from raysgd.core.writers.sink import RunInFolder, SafeSink, Sink
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
@@ -200,6 +199,8 @@ class MLflowLoggerCallback(_SinkCallback):
         logdir: str | None = None,
         worker_to_log: int = 0,
     ) -> None:
+        from raysgd.core.writers.services import MLflowRun  # imported here: a program without the service needs none
+
         self._run = MLflowRun(
             tracking_uri, registry_uri, experiment_id, experiment_name, tags, purpose="`MLflowLoggerCallback`"
         )

@@ -142,7 +142,8 @@ def make_trainable(
         _last: dict[str, Any] | None = None
 
         def setup(self, config: dict[str, Any]) -> None:
-            self._trial = make_trial(dict(config), _info_of(self))
+            info = TrialInfo(Path(self.logdir), self.trial_name or None, self.trial_id or None)
+            self._trial = make_trial(dict(config), info)
 
         def step(self) -> dict[str, Any]:
             reported = self._trial.step()
@@ -173,10 +174,6 @@ def make_trainable(
 
     TrialTrainable.__name__ = TrialTrainable.__qualname__ = name
     return TrialTrainable
-
-
-def _info_of(trainable: Any) -> TrialInfo:
-    return TrialInfo(Path(trainable.logdir), trainable.trial_name or None, trainable.trial_id or None)
 
 
 @functools.cache

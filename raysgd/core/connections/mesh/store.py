@@ -37,7 +37,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
         self.longest_wait_s = longest_wait_s
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._board.put(key, _bytes(value))
+        self._board.put(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -73,7 +73,3 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
 
     def clone(self) -> Any:
         return self
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
