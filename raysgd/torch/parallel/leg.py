@@ -11,6 +11,7 @@ the weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,8 +54,9 @@ class Leg:
         batch: What has happened to the batch that the training code requested last.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
-        typical_items: Mean number of items of a rank's batch in the latest step in which batches were not weighted by
-            their samples. The same on all ranks.
+        items_per_sample: About how many items a sample had in the latest step in which batches were not weighted by
+            their samples. A power of two, so that a gradient has the same bits whatever the steps before it were. The
+            same on all ranks.
         has_clipped: True if gradients were clipped in this leg.
         accumulation: The losses that are added up for the current step. None before the first one, and if a step has
             one batch.
@@ -78,7 +80,7 @@ class Leg:
         self.record = StepRecord() if record is None else record
         self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = False
-        self.typical_items = 1.0
+        self.items_per_sample = 1.0
         self.has_clipped = False
         self.accumulation: Accumulation | None = None
         self._is_weighing = False  # True in a backward pass by the library with a scale of its own
@@ -262,7 +264,7 @@ class Leg:
             total = num_ranks if total is None else total  # it is None before the first and after the last batch
             own = total / num_ranks * (plan.weight if self.rules.averages else 1.0)
         if self.accumulation is None:
-            usual = self.typical_items if total is None else total / num_ranks
+            usual = self.usual_items(num_ranks) if total is None else total / num_ranks
             self.accumulation = Accumulation(weight is not None, self.rules.num_batches * usual or 1.0)
         added = self.accumulation
         added.is_averaged, added.is_of_criterion = plan.sync_gradients, is_of_criterion
@@ -284,9 +286,19 @@ class Leg:
             )
         return own / added.typical
 
-    def learn_items(self, typical: float) -> None:
-        """Set the number of items that a rank's batch had in the latest step, unless no item counted."""
-        self.typical_items = typical or self.typical_items
+    def usual_items(self, num_ranks: int) -> float:
+        """Return how many items a rank's batch is expected to have. The same on all ranks."""
+        return (self.plan.total_samples or num_ranks) / num_ranks * self.items_per_sample
+
+    def learn_items(self, number: float, expected: float) -> None:
+        """Remember how many items a rank's batch had in the latest step, unless no item counted.
+
+        Args:
+            number: Mean number over the ranks.
+            expected: What `usual_items` returned.
+        """
+        if number:
+            self.items_per_sample *= 2.0 ** round(math.log2(number / expected))
 
     def note_clipped(self) -> None:
         """Record that gradients were clipped."""

@@ -257,12 +257,13 @@ class Items:
 
     Attributes:
         own: Items of this rank's batch.
+        typical: See the argument.
         sent: Factor of gradients that are sent together with `own`.
     """
 
     def __init__(self, own: Any, typical: float, num_ranks: int, wait: Callable[[], Any]) -> None:
         self.own, self.sent = own, own / typical
-        self._typical, self._num_ranks, self._wait = typical, num_ranks, wait
+        self.typical, self._num_ranks, self._wait = typical, num_ranks, wait
         self._total: Any = None
 
     @property
@@ -284,7 +285,7 @@ class Items:
     @property
     def divisor(self) -> Any:
         """Divisor of the sum of the ranks' gradients, each multiplied by its `sent`. 1 if no rank has items."""
-        return self.total / self._typical or 1.0
+        return self.total / self.typical or 1.0
 
     def factor(self) -> Any:
         """Return the factor by which to multiply this rank's gradients before they are averaged over the ranks.

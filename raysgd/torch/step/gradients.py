@@ -118,7 +118,7 @@ class Gradients(OptimizerSteps):
         elif own is None:
             scale = Scale(leg.plan.weight) if is_second else leg.scale
         else:
-            items = Items(own, leg.typical_items, sync.num_ranks, sync.start_total(own))
+            items = Items(own, leg.usual_items(sync.num_ranks), sync.num_ranks, sync.start_total(own))
             scale = Scale(items.factor()) if is_second else Scale(items=items)
         parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
         is_silent = isinstance(own, float) and not own
@@ -130,7 +130,7 @@ class Gradients(OptimizerSteps):
             if is_given and total == 0.0:  # user code passed weight 0 on all ranks
                 self._leave_out(cleared)
             elif not isinstance(total, torch.Tensor) and total:
-                leg.learn_items(total / sync.num_ranks)
+                leg.learn_items(total / sync.num_ranks, items.typical)
 
     def _clear(self, chosen: Sequence[Any], cleared: Sequence[Any]) -> None:
         """Clear the gradients of optimizers, except gradients to which this batch adds.
@@ -215,7 +215,7 @@ class Gradients(OptimizerSteps):
         total = added.num_samples
         if added.is_weighted:
             total = float(self._sync.start_total(added.own)())
-            leg.learn_items(total / num_ranks / added.num_batches)
+            leg.learn_items(total / num_ranks / added.num_batches, added.typical / leg.rules.num_batches)
         correction = added.correction(total, num_ranks)
         if correction == 0.0:
             if not added.is_of_criterion:
