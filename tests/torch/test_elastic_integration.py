@@ -104,9 +104,9 @@ def test_four_workers_with_a_constant_global_batch_lose_one_and_go_on_at_once(
 
 
 def test_a_trainer_that_was_restarted_with_one_worker_keeps_it_when_it_grows(
-    ray_cluster: None, trainers: list[TorchTrainer]
+    ray_cluster: None, trainers: list[TorchTrainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2)
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, split_batches=False)
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="setup")
     testing.kill_worker(trainer, [0, 1], at="step:3")
@@ -118,34 +118,25 @@ def test_a_trainer_that_was_restarted_with_one_worker_keeps_it_when_it_grows(
     assert kinds(trainer) == ["restored", "grown"]
     assert trainer.apply_all_workers(os.getpid)[0] == left
     assert len(uses(trainer)) == 1
+    assert "whole batches" not in caplog.text, "they were chosen"
 
 
-def test_one_of_two_workers_waits_for_a_new_one(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
+def test_one_of_two_workers_waits_for_a_new_one_and_whole_batches_are_told_once(
+    ray_cluster: None, trainers: list[TorchTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2)
     trainers.append(trainer)
+    assert "whole batches" not in caplog.text
     testing.kill_worker(trainer, 1, at="step:3")
     trainer.train()
     status = trainer.status()
     assert [(event.kind, event.new_size) for event in status.events[1:]] == [("continued", 2)]
     assert uses(trainer) == {1}
     assert status.global_batch == "2 workers x 3 samples: a global batch of 6"
-
-
-@pytest.mark.parametrize(("options", "num_lines"), [({}, 1), ({"split_batches": False}, 0)])
-def test_whole_batches_are_told_once_unless_they_were_chosen(
-    ray_cluster: None,
-    trainers: list[TorchTrainer],
-    caplog: pytest.LogCaptureFixture,
-    options: dict[str, Any],
-    num_lines: int,
-) -> None:
-    trainers.append(TorchTrainer(training_operator_cls=Ledger, num_workers=2, **options))
-    assert "whole batches" not in caplog.text
-    for _ in range(2):
-        trainers[0].train(num_steps=1)
+    trainer.train(num_steps=1)
     line = "each of 2 workers takes whole batches of 3, 6 in all; `split_batches=True` divides them"
-    assert caplog.text.count(line) == num_lines
-    assert not trainers[0].split_batches
+    assert caplog.text.count(line) == 1
+    assert not trainer.split_batches
 
 
 class NeedsThree(Ledger):
