@@ -100,8 +100,15 @@ def host_pid(program: Program) -> int:
     return int(program.run("import ray; ray.get(trainer._actor.describe.remote())['pid']"))
 
 
+def pid_of_run() -> int:
+    """The process of the trainer `run`, or of what took its place."""
+    import ray
+
+    return int(ray.get(cluster.find("run").describe.remote())["pid"])
+
+
 KILLS_BEFORE_IT_CONFIRMS = """
-import raysgd.detached.handle, signal
+import raysgd.detached.handle, ray, signal
 read = raysgd.detached.handle.unpacked_answer
 def killing(packed):
     if b"num_samples" in packed and b"epoch" in packed:
@@ -120,13 +127,13 @@ def test_the_process_of_a_detached_trainer_may_die_in_a_call_and_between_calls(a
         program.run(OPERATOR)
         pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}}); trainer.train(); pids(trainer)")
         other.run("import os, raysgd; trainer = raysgd.attach('run')")
-        os.kill(host_pid(program), signal.SIGKILL)
+        os.kill(pid_of_run(), signal.SIGKILL)
         known = ray.get(cluster.find("run").describe.remote())
         assert (len(known["programs"]), known["ends_in_s"]) == (2, None)  # without a call of theirs
         assert program.run("len(trainer.history), trainer.config['num_samples']") == [1, 40]
         program.run("call = trainer.train(blocking=False)")
         await_samples(log, "train1", 8)
-        os.kill(host_pid(other), signal.SIGKILL)
+        os.kill(pid_of_run(), signal.SIGKILL)
         assert other.run("trainer.pending()") is None  # its program lives, though it does not wait for the answer
         assert program.run("call.result()['epoch']") == 2
         assert program.run("[row['epoch'] for row in trainer.history]") == [1, 2]
@@ -136,7 +143,7 @@ def test_the_process_of_a_detached_trainer_may_die_in_a_call_and_between_calls(a
         assert other.run("trainer.pending()") is None
         assert program.run("pids(trainer)") == pids
         os.kill(pids[0], signal.SIGKILL)  # the other one has the only copy of the state
-        os.kill(host_pid(other), signal.SIGKILL)
+        os.kill(pid_of_run(), signal.SIGKILL)
         left = program.run("trainer.apply_all_workers(os.getpid)")
         assert (len(left), pids[1] in left, pids[0] in left) == (2, True, False)
         journal = journal_path("run", program.run("trainer._actor._actor_id.hex()"))
@@ -146,8 +153,8 @@ def test_the_process_of_a_detached_trainer_may_die_in_a_call_and_between_calls(a
         await_samples(log, "train3", 8)
         gate = Path(f"{log}.wait")  # no step ends while it is there: the call outlives the start of a new process
         gate.touch()
-        os.kill(host_pid(other), signal.SIGKILL)
-        host_pid(other)
+        os.kill(pid_of_run(), signal.SIGKILL)
+        pid_of_run()
         program.interrupt()
         gate.unlink()
         found = program.found()
@@ -170,16 +177,15 @@ def raising(operator):
 
 
 def test_a_state_that_only_workers_have_outlives_what_ends_them(address: str, log: Path) -> None:
-    with Program(address) as program, Program(address) as other:
+    with Program(address) as program:
         program.run(OPERATOR)
         pids = program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.3}}); pids(trainer)")
-        other.run("import os, raysgd; trainer = raysgd.attach('run')")
         program.begin("trainer.train()")
         await_samples(log, "train0", 8)
         gate = Path(f"{log}.wait")  # no step ends while it is there
         gate.touch()
-        os.kill(host_pid(other), signal.SIGKILL)
-        host_pid(other)
+        os.kill(pid_of_run(), signal.SIGKILL)
+        pid_of_run()
         program.interrupt()  # of workers that another process has started
         gate.unlink()
         found = program.found()
@@ -190,7 +196,7 @@ def test_a_state_that_only_workers_have_outlives_what_ends_them(address: str, lo
         assert set(samples(log, "train0")) == set(range(40))
         program.run(RAISES_ONCE)
         program.run("fast = trainer.apply_all_operators(pace(0.0))")
-        os.kill(host_pid(other), signal.SIGKILL)
+        os.kill(pid_of_run(), signal.SIGKILL)
         program.run("armed = trainer.apply_all_operators(raising)")
         assert "a bad sample" in program.fail("trainer.train()")["text"]
         assert program.run("trainer.train()['epoch']") == 2
@@ -198,7 +204,7 @@ def test_a_state_that_only_workers_have_outlives_what_ends_them(address: str, lo
             "own = DataLoader([(torch.tensor([float(i)]), torch.tensor([0.0])) for i in range(40)], batch_size=2)"
         )
         assert program.run("trainer.train(dataset=own, num_steps=3)['num_samples']") == 12
-        os.kill(host_pid(other), signal.SIGKILL)
+        os.kill(pid_of_run(), signal.SIGKILL)
         assert program.run("trainer.train(dataset=own)['num_samples']") == 40 - 12, "the place in the data is kept, too"
         program.run("trainer.shutdown()")
 
@@ -275,7 +281,7 @@ def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None
     assert len(list((tmp_path / "checkpoints").glob("*"))) >= 1
 
 
-@pytest.mark.parametrize("num_samples", [10, 26])
+@pytest.mark.parametrize("num_samples", [pytest.param(10, marks=pytest.mark.soak), 26])
 def test_a_run_that_acts_inside_epochs_goes_on_when_the_process_of_its_trainer_dies(
     num_samples: int, address: str, log: Path, tmp_path: Path
 ) -> None:
