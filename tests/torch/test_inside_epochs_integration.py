@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import testing
+from raysgd import TrainingOperator, testing
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
 from raysgd.core.history.history import History
 from raysgd.torch import TorchTrainer
@@ -74,6 +75,34 @@ def test_the_training_has_the_same_bits_with_and_without_validations_inside(
     assert equal(with_validations, state)
     assert same_rows == rows
     assert (none, steps) == ([], [4, 8, 16, 20])  # 12 and 24 are the ends of epochs
+
+
+class SomeLabels(TrainingOperator):
+    """Classifies; some labels are ignored, so that batches count by their labels."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        labels = torch.where(torch.rand(99) < config["ignored"], -100, torch.randint(0, 3, (99,)))
+        data = TensorDataset(torch.randn(99, 5), labels)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.Adam(model.parameters(), 0.01),
+            criterion=torch.nn.CrossEntropyLoss(),
+        )
+        self.register_data(train_loader=DataLoader(data, 12), validation_loader=DataLoader(data, 50))
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.3])
+def test_the_first_step_after_a_validation_inside_is_weighted_with_the_same_bits(
+    ignored: float, ray_cluster: None
+) -> None:
+    states = []
+    for every in (None, 4):
+        with make(2, SomeLabels, config={"ignored": ignored}) as trainer:
+            trainer.fit(NUM_EPOCHS, validate_every_n_steps=every)
+            states.append(trainer.state_dict())
+    assert equal(*states)
 
 
 @pytest.fixture(scope="module")
