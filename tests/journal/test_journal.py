@@ -152,7 +152,7 @@ def test_checkpoints_may_be_in_another_folder(
     journal = Journal(tmp_path / "run")
     assert journal.numbers() == [*range(1, 11)]
     assert [*journal.checkpoints.values()] == [str(tmp_path / "files" / f"epoch_000{number}.ckpt") for number in (1, 2)]
-    assert not caplog.text
+    assert caplog.messages == [f"resumed from `{tmp_path}/files/epoch_0001.ckpt`, which has 1 epochs"]
 
 
 def test_the_config_is_kept_without_secrets_and_objects(make_local: Make, tmp_path: Path) -> None:
