@@ -469,6 +469,14 @@ optimizer_creator=optimizer), num_workers=2)
     assert new.endswith(dedent(wanted))
 
 
+def test_a_trainer_whose_creators_have_no_names_is_rewritten_once_they_have() -> None:
+    start = "from ray.util.sgd import TorchTrainer\ntrainer = TorchTrainer("
+    first = failed(f"{start}model, data, loss_creator=loss, num_replicas=2)\n").text.decode()
+    assert "TorchTrainer(model, data, loss_creator=loss, num_replicas=2)" in first
+    second = migrated(first.replace("model, data, loss", "model_creator=model, data_creator=data, loss"))
+    assert "from_creators(model_creator=model, data_creator=data, loss_creator=loss), num_workers=2)" in second
+
+
 def test_comments_go_with_the_arguments_that_move() -> None:
     new = migrated(
         """\

@@ -225,7 +225,9 @@ class Calls:
         if any(arg.star == "**" for arg in args):
             self._tell(old, "`TorchTrainer(**...)`: look whether it holds arguments that were retired")
         if any(not arg.star and arg.keyword is None for arg in args):
-            self._tell(old, "`TorchTrainer` takes its arguments by name only: name each", is_error=True)
+            advice = "`TorchTrainer` takes its arguments by name only: name each, and run this again"
+            self._tell(old, advice, is_error=True)
+            return new
         before = Arguments.of(new)
         after = self._with_batch_size(_with_num_workers(self._with_operator(before)))
         return after.in_call(new) if after != before else new
