@@ -8,6 +8,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib import metadata, util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -55,7 +56,7 @@ TABLE, TESTED = private_names(), versions_tested()
 
 DOCUMENTED = {"_fields", "_replace", "_asdict", "_exit", "_current_frames", "_getframe", "_repr_html_"}
 """Names that the documentation of Python and IPython has."""
-OURS = {"self", "cls", "trainer", "_trainer", "replica"}
+OURS = {"self", "cls", "trainer", "trainer_cls", "_trainer", "replica"}
 """Variables with objects of raysgd, also where their classes are not imported."""
 GIVEN = {"_is_of_raysgd", "_is_global", "_goes_through_scaler", "_train", "__execute"}
 """Names that raysgd gives to functions of others, and that others give to classes of raysgd."""
@@ -271,7 +272,7 @@ def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypa
     def take_step() -> bool:
         steps.open_call()
         record = StepRecord()
-        record.begin(steps.save())
+        record.begin(steps.save(nullcontext()))
         record.note_step(optimizer, steps.is_learning)
         steps.see_return(record)
         return steps.mode == "all"
