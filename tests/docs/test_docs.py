@@ -119,7 +119,7 @@ def test_what_a_program_imports_from_the_library_is_there(page: Path, monkeypatc
 def test_python_is_marked_as_python(page: Path) -> None:
     """So that all of it runs."""
     kinds = {block.kind for block in blocks(page)}
-    assert kinds <= {"python", "bash", "diff", "text"}
+    assert kinds <= {"python", "bash", "diff", "text", "mermaid"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -775,7 +775,7 @@ def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> 
 
     runner = broken_off(survivor(StepsFirst, undo=False), in_step=1)
     assert not runner.replica_progress().is_whole
-    runner._take_over(*runner._handed_over())
+    runner._take_over(runner._hosted.state.read(), None)
     assert runner.replica_progress().is_whole
 
 
