@@ -51,6 +51,7 @@ class Leaf:
 
 LEAVES = {
     "populations": Leaf(("raysgd/tune/population.py",)),
+    "guard": Leaf(("raysgd/callbacks/guard.py",)),
     "HTML report": Leaf(("raysgd/callbacks/report.py", "raysgd/callbacks/page")),
     "replay": Leaf(("raysgd/replay",), words=("why", "replay", "bisect")),
     "journal": Leaf(("raysgd/journal",), carries=("replay",)),

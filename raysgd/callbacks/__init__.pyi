@@ -6,6 +6,7 @@ from raysgd.callbacks.callback import Callback as Callback
 from raysgd.callbacks.callback import Run as Run
 from raysgd.callbacks.checkpointing import Checkpointing as Checkpointing
 from raysgd.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from raysgd.callbacks.guard import Guard as Guard
 from raysgd.callbacks.loggers import CometLogger as CometLogger
 from raysgd.callbacks.loggers import CSVLogger as CSVLogger
 from raysgd.callbacks.loggers import JSONLogger as JSONLogger

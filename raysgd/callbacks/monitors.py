@@ -134,7 +134,7 @@ class GradientNorms(WorkerCallback):
         self._totals = {}
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
-        norm, index = _norm_of(operator, optimizer), index_of(operator, optimizer)
+        norm, index = norm_of(operator, optimizer), index_of(operator, optimizer)
         operator._raysgd.callbacks.note_norm(norm)
         # Keep `counts` as a tensor on the device, to avoid waiting for the GPU.
         counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)
@@ -181,7 +181,8 @@ def _is_row(row: Any, num_optimizers: int) -> bool:
     )
 
 
-def _norm_of(operator: Any, optimizer: Any) -> Any:
+def norm_of(operator: Any, optimizer: Any) -> Any:
+    """Return the norm of all gradients of an optimizer, as a one-element tensor on their device."""
     import torch
 
     parameters = operator._raysgd.precision.parameters(optimizer)

@@ -85,6 +85,20 @@ class WorkerCallback:
             is_boundary: True if the batch completes an optimizer step. `global_step` does not count the batch yet.
         """
 
+    def _see_loss(self, operator: Any, loss: Any) -> Any:
+        """Called with each loss of `self.backward`. Return the loss whose gradients are computed."""
+        return loss
+
+    def _leaves_out(self, operator: Any, optimizer: Any) -> bool:
+        """Called before `on_gradients`. Return True to leave the optimizer's step out, on all workers alike.
+
+        The optimizer then does not step, and the step's metrics and samples are not counted. Override `_see_loss`, too.
+        """
+        return False
+
+    def _on_left_out(self, entry: Mapping[str, Any]) -> None:
+        """Called with a description of a step that was left out. See `raysgd.journal.entries.LeftOutLine`."""
+
     def _on_norm(self, norm: Any) -> None:
         """Called with the gradient norm before clipping, in steps in which clipping or a callback has computed it."""
 

@@ -11,6 +11,7 @@ line of a leg says where in that order the leg starts, and how its samples are d
 - `run`: a program starts or resumes the run. The line has the program's config and options.
 - `leg`: a group of workers starts to train after a step. Earlier lines about later steps are then no longer valid.
 - `checkpoint`: a checkpoint was saved after a step.
+- `left_out`: a callback such as `Guard` left a step out, so the optimizer did not step.
 - `gap`: reports about some steps were lost, so their records may be missing or incomplete.
 
 `steps.bin` has one record per batch number. All fields are little-endian floating-point numbers:

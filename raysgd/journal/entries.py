@@ -325,8 +325,32 @@ class GapLine:
     last_step: int = _entry(_whole())
 
 
-RUN, LEG, CHECKPOINT, GAP = "run", "leg", "checkpoint", "gap"
-Line = RunLine | Leg | CheckpointLine | GapLine
+@dataclass(frozen=True, kw_only=True)
+class LeftOutLine:
+    """The line of a step that a callback left out.
+
+    Attributes:
+        step: Number of the step.
+        optimizer: Index of the optimizer that did not step.
+        reason: Why the step was bad.
+        ranks: The ranks whose loss was not finite.
+        back_to: Number of the step after which the state was restored, or None.
+    """
+
+    step: int = _entry(_whole(1))
+    optimizer: int = _entry(_whole())
+    reason: str = _entry(_text)
+    ranks: tuple[int, ...] = _entry(_list_of(_whole(0, MAX_WORKERS)))
+    back_to: int | None = _entry(_or_none(_whole()))
+
+    def __str__(self) -> str:
+        ranks = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        also = "" if self.back_to is None else f"; the state after step {self.back_to} was restored"
+        return f"left out: {self.reason}{ranks}{also}"
+
+
+RUN, LEG, CHECKPOINT, GAP, LEFT_OUT = "run", "leg", "checkpoint", "gap", "left_out"
+Line = RunLine | Leg | CheckpointLine | GapLine | LeftOutLine
 
 
 def read_line(entries: Any, run: RunLine | None) -> Line:
@@ -350,8 +374,10 @@ def read_line(entries: Any, run: RunLine | None) -> Line:
         return _made(CheckpointLine, entries)
     if kind == GAP:
         return _made(GapLine, entries)
+    if kind == LEFT_OUT:
+        return _made(LeftOutLine, entries)
     if kind != LEG:
-        raise ValueError(f"`kind` {_refuse(kind, _any_of((RUN, LEG, CHECKPOINT, GAP)))}")
+        raise ValueError(f"`kind` {_refuse(kind, _any_of((RUN, LEG, CHECKPOINT, GAP, LEFT_OUT)))}")
     if run is None:
         raise ValueError("no line before it describes the program of the run")
     leg = _made(Leg, entries, run=run)

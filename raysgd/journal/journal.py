@@ -16,10 +16,12 @@ from raysgd.core.text.printable import printable
 from raysgd.journal.entries import (
     CHECKPOINT,
     GAP,
+    LEFT_OUT,
     LEG,
     RUN,
     CheckpointLine,
     GapLine,
+    LeftOutLine,
     Leg,
     RunLine,
     read_line,
@@ -126,6 +128,17 @@ class JournalWriter:
         if self._has_begun:
             self._append({"kind": GAP, "first_step": first, "last_step": last})
 
+    def note_left_out(self, entry: Mapping[str, Any]) -> None:
+        """Record that an optimizer left a step out, because the step was bad.
+
+        Args:
+            entry: The line for the journal, without `kind`.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        self._append({"kind": LEFT_OUT, **entry})
+
     def _append(self, line: Mapping[str, Any]) -> None:
         with (self._folder / LINES_FILE).open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
@@ -147,6 +160,7 @@ class Journal:
             steps were repeated, only their last repetition is included.
         checkpoints: Paths or URIs of checkpoints, by the step after which they were saved, as the run wrote them. They
             may be anything. Use `raysgd.replay.checkpoints` to find the file.
+        left_out: The steps that a callback left out, in the order of steps.
         steps: Mean loss, gradient norm, and weight of the mean loss (such as the number of samples) by batch number, as
             a structured array. The weight is 0 for a batch that does not end a step.
 
@@ -167,7 +181,7 @@ class Journal:
         for path in (place / name for name in (LINES_FILE, STEPS_FILE, CHECKS_FILE)):
             if not is_inside(path, self.folder) or (path.exists() and not path.is_file()):
                 raise ValueError(f"`{path}` is a link out of the folder of the run, or no regular file.")
-        self.legs, self.checkpoints, self._gap_ends = _read_lines(place / LINES_FILE)
+        self.legs, self.checkpoints, self._gap_ends, self.left_out = _read_lines(place / LINES_FILE)
         try:
             self.steps = read_steps(place)
         except FileNotFoundError:
@@ -240,18 +254,18 @@ class Journal:
         return max(begins)
 
 
-def _read_lines(path: Path) -> tuple[list[Leg], dict[int, str], list[int]]:
+def _read_lines(path: Path) -> tuple[list[Leg], dict[int, str], list[int], list[LeftOutLine]]:
     """Read all lines of a journal. A later leg replaces what earlier lines say about the steps after its beginning.
 
     Returns:
-        The legs in the order of steps; the locations of the checkpoints by step; and the last steps of the ranges of
-        steps whose records may be missing, in ascending order.
+        The legs in the order of steps; the locations of the checkpoints by step; the last steps of the ranges of
+        steps whose records may be missing, in ascending order; and the steps that were left out.
 
     Raises:
         ValueError: A line is damaged.
     """
     run: RunLine | None = None
-    lines = list[Leg | CheckpointLine | GapLine]()
+    lines = list[Leg | CheckpointLine | GapLine | LeftOutLine]()
     for number, entries in _objects_in(path):
         if isinstance(entries, dict) and entries.get("kind") == RUN and entries.get("format") != FORMAT:
             raise ValueError(
@@ -269,6 +283,7 @@ def _read_lines(path: Path) -> tuple[list[Leg], dict[int, str], list[int]]:
     if run is None:
         raise ValueError(f"`{path}` is damaged: no line describes the program of the run.")
     legs, checkpoints, gap_ends, begin = list[Leg](), dict[int, str](), list[int](), float("inf")
+    left_out = list[LeftOutLine]()
     for line in reversed(lines):
         if isinstance(line, CheckpointLine):
             if line.step <= begin:
@@ -276,10 +291,13 @@ def _read_lines(path: Path) -> tuple[list[Leg], dict[int, str], list[int]]:
         elif isinstance(line, GapLine):
             if line.last_step <= begin:
                 gap_ends.append(line.last_step)
+        elif isinstance(line, LeftOutLine):
+            if line.step <= begin:
+                left_out.append(line)
         elif line.after < begin:
             legs.append(line)
             begin = line.after
-    return legs[::-1], dict(sorted(checkpoints.items())), sorted(gap_ends)
+    return legs[::-1], dict(sorted(checkpoints.items())), sorted(gap_ends), sorted(left_out, key=lambda each: each.step)
 
 
 def _objects_in(path: Path) -> Iterator[tuple[int, Any]]:

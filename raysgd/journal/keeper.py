@@ -20,6 +20,7 @@ from raysgd.journal.journal import Journal, JournalWriter
 from raysgd.journal.recorder import (
     Attempt,
     Column,
+    LeftOutReport,
     LegReport,
     News,
     StepBlock,
@@ -59,6 +60,7 @@ class StepBook:
         # reported yet.
         self._open: dict[Attempt, dict[str, StepBlock]] = {}
         self._changed: set[Attempt] = set()
+        self._left_out: set[tuple[Attempt, int, int]] = set()  # attempt, step and optimizer of each report
         self.last_step = 0
 
     def begin(self, report: LegReport) -> Mapping[str, Any] | None:
@@ -91,16 +93,27 @@ class StepBook:
             name: Name of the recorder, the object in the worker that made the report.
             block: The report.
         """
-        if block.attempt not in self._began:
-            return
-        until = min((after for later, (after, _) in self._began.items() if later > block.attempt), default=math.inf)
-        block = block.where(block.steps <= until)
+        block = block.where(block.steps <= self._last_of(block.attempt))
         if not len(block.steps):
             return
         blocks = self._open.setdefault(block.attempt, {})
         blocks[name] = blocks[name].and_then(block) if name in blocks else block
         self._changed.add(block.attempt)
         self.last_step = max(self.last_step, int(block.steps[-1]))
+
+    def _last_of(self, attempt: Attempt) -> float:
+        """Return the last step of an attempt that no later attempt repeats. Return 0 if the attempt is unknown."""
+        if attempt not in self._began:
+            return 0
+        return min((after for later, (after, _) in self._began.items() if later > attempt), default=math.inf)
+
+    def leave_out(self, report: LeftOutReport) -> Mapping[str, Any] | None:
+        """Return the line for the journal about a step that was left out. Return None if it is outdated or known."""
+        key = report.attempt, int(report.entry["step"]), int(report.entry["optimizer"])
+        if key in self._left_out or key[1] > self._last_of(report.attempt):
+            return None
+        self._left_out.add(key)
+        return report.entry
 
     def take(self) -> Iterator[tuple[Column, Steps]]:
         """Yield the numbers and the records of the steps for which reports were added since the last call.
@@ -220,9 +233,14 @@ class JournalKeeper:
             found: What each worker has reported.
         """
         reports = [(each.name, report) for each in found for report in each.reports]
-        for name, report in sorted(reports, key=lambda each: (each[1].attempt, isinstance(each[1], StepBlock))):
+        for name, report in sorted(reports, key=lambda each: (each[1].attempt, not isinstance(each[1], LegReport))):
             if isinstance(report, StepBlock):
                 self._book.add(name, report)
+                continue
+            if isinstance(report, LeftOutReport):
+                line = self._book.leave_out(report)
+                if line is not None:
+                    self._open_writer().note_left_out(line)
                 continue
             self._write_steps()
             entry = self._book.begin(report)

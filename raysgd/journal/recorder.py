@@ -42,6 +42,18 @@ class LegReport(NamedTuple):
     entry: Mapping[str, Any]
 
 
+class LeftOutReport(NamedTuple):
+    """Report that a step was left out. All workers of a group make the same report.
+
+    Attributes:
+        attempt: The attempt at a training call in which the step was left out.
+        entry: The line for the journal, as plain data.
+    """
+
+    attempt: Attempt
+    entry: Mapping[str, Any]
+
+
 @dataclass(frozen=True, eq=False)
 class StepBlock:
     """Report of one worker about several steps of one attempt, as columns with one entry per step.
@@ -80,11 +92,11 @@ class StepBlock:
         return StepBlock(self.attempt, *map(np.concatenate, pairs))
 
 
-class _WaitingLeg(NamedTuple):
-    """A report that a leg starts, together with the number of the report."""
+class _WaitingLine(NamedTuple):
+    """A report that a leg starts or that a step was left out, together with the number of the report."""
 
     number: int
-    report: LegReport
+    report: LegReport | LeftOutReport
 
 
 class _Waiting(NamedTuple):
@@ -105,7 +117,7 @@ class _Waiting(NamedTuple):
     norms: Sequence[Any]
 
 
-Report = LegReport | StepBlock
+Report = LegReport | LeftOutReport | StepBlock
 
 
 class StepRecorder(WorkerCallback):
@@ -121,7 +133,7 @@ class StepRecorder(WorkerCallback):
     def on_begin(self, operator: Any) -> None:
         self.name = uuid.uuid4().hex
         self._num_reports = 0
-        self._reports = deque[_WaitingLeg | _Waiting]()
+        self._reports = deque[_WaitingLine | _Waiting]()
         self._removing = threading.Lock()  # two threads remove reports
         self.lost: tuple[int, int] | None = None
         self._attempt: Attempt = (0, 0)
@@ -137,7 +149,11 @@ class StepRecorder(WorkerCallback):
         self._attempt, self._is_off = (call, number), leg["obstacle"] is not None
         self._begin_step()  # discard the values of an interrupted step, which is repeated
         self._num_reports += 1
-        self._reports.append(_WaitingLeg(self._num_reports, LegReport(self._attempt, leg)))
+        self._reports.append(_WaitingLine(self._num_reports, LegReport(self._attempt, leg)))
+
+    def _on_left_out(self, entry: Mapping[str, Any]) -> None:
+        self._num_reports += 1
+        self._reports.append(_WaitingLine(self._num_reports, LeftOutReport(self._attempt, entry)))
 
     def _on_norm(self, norm: Any) -> None:
         if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would need all ranks

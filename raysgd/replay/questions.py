@@ -13,6 +13,7 @@ from raysgd.core.history.history import History
 from raysgd.core.text.printable import printable
 from raysgd.core.text.secrets import masked
 from raysgd.journal import jumps
+from raysgd.journal.entries import LeftOutLine
 from raysgd.journal.journal import Journal, StepRecord
 from raysgd.journal.jumps import Jump
 from raysgd.replay.program import Program
@@ -31,6 +32,7 @@ class Why:
         around: The records of the step and of nearby steps, in the order of steps.
         epoch: Number of the epoch in which the step was taken, from 1.
         num_workers: Number of workers that took the step.
+        left_out: Why `Guard` left the step out: a line for each optimizer that did not step. Empty for other steps.
         samples: The samples that each rank trained on: dataset indices, or `StreamRow(shard, row)` for a stream. None
             if they are unknown.
         obstacle: Reason why the samples are unknown, if `samples` is None.
@@ -48,11 +50,12 @@ class Why:
     obstacle: str | None = None
     losses: tuple[SampleLoss, ...] | None = None
     checkpoint: str | None = None
+    left_out: tuple[LeftOutLine, ...] = ()
 
     def __str__(self) -> str:
         """Return everything about the step as text with tables."""
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
-        lines = [f"step {self.record.step}, in epoch {self.epoch}, on {workers}", ""]
+        lines = [f"step {self.record.step}, in epoch {self.epoch}, on {workers}", *map(str, self.left_out), ""]
         lines += _table(
             ["", "step", "loss", "norm", "weight"],
             [
@@ -91,13 +94,18 @@ class JumpsFound:
     Attributes:
         jumps: The jumps. `first` and `last` of each jump are step numbers, from 1.
         num_steps: Number of steps of the run that have a loss.
+        left_out: The steps that `Guard` left out. They may also be jumps.
     """
 
     jumps: tuple[Jump, ...]
     num_steps: int
+    left_out: tuple[LeftOutLine, ...] = ()
 
     def __str__(self) -> str:
-        """Return a table of the jumps as text."""
+        """Return a table of the jumps as text, then the steps that were left out."""
+        return "\n".join([self._table(), *(f"step {each.step} was {each}" for each in self.left_out)])
+
+    def _table(self) -> str:
         if not self.jumps:
             return f"no jumps in {self.num_steps} steps"
         rows = [
@@ -163,7 +171,8 @@ def why(
         except ValueError as error:
             obstacle = str(error)
     around = tuple(_around(journal, step))
-    return Why(record, around, leg.epoch, leg.num_workers, samples, obstacle, losses, checkpoint)
+    left_out = tuple(each for each in journal.left_out if each.step == step)
+    return Why(record, around, leg.epoch, leg.num_workers, samples, obstacle, losses, checkpoint, left_out)
 
 
 def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:
@@ -183,7 +192,7 @@ def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:
     found = jumps.find_jumps(journal.steps["loss"][places].tolist())
     numbers = (places + 1).tolist()
     by_step = (Jump(numbers[each.first], numbers[each.last], each.highest, each.usual, each.limit) for each in found)
-    return JumpsFound(tuple(by_step), len(numbers))
+    return JumpsFound(tuple(by_step), len(numbers), tuple(journal.left_out))
 
 
 def journal_of(run: str | os.PathLike[str] | History) -> Journal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pdb
 import sys
@@ -222,10 +223,12 @@ def replay(
     """
     journal = journal_of(run)
     journal.check_step(step)
-    checkpoint = nearest_checkpoint(
-        journal, step if begin is None else begin + 1, checkpoints, only_inside=begin is not None
-    )
-    start = 0 if checkpoint is None else checkpoint[0]
+    before: float = step if begin is None else begin + 1
+    while before < math.inf:
+        checkpoint = nearest_checkpoint(journal, int(before), checkpoints, only_inside=begin is not None)
+        start = 0 if checkpoint is None else checkpoint[0]
+        goals = (each.back_to for each in journal.left_out if start < each.step <= step and each.back_to is not None)
+        before = min((goal + 1 for goal in goals if goal < start), default=math.inf)  # `Guard` restored that state
     legs = [each for each in journal.legs if each.until > start and each.after < step]
     _check_legs(legs, checkpoint)
     chosen, file = Program(program, config, options), None if checkpoint is None else checkpoint[1]
@@ -237,6 +240,10 @@ def replay(
             until, begin_of_next = (step, None) if is_last else (part[-1].until, f"{temporary}/{number}.ckpt")
             stopping = _StopAfter(until, begin_of_next)
             callbacks: list[Any] = [stopping, *worker_callbacks]
+            if journal.left_out:
+                from raysgd.callbacks.guard import Repeated
+
+                callbacks.append(Repeated(journal.left_out))
             with chosen.trainer(journal, part[0]) as trainer:
                 if debug and is_last:
                     samples = samples_of(journal, step, data_of(trainer))

@@ -237,7 +237,7 @@ class LightningOperator(TrainingOperator):
             num_samples = 0 if leg.plan.is_padding else self._raysgd.num_samples(batch)
             numbers = numbers_in(output, self._values.loss_name)
             self._parts.append({NUM_SAMPLES: num_samples, **numbers, **self._values.of_batch})
-            if leg.plan.sync_gradients and not self._raysgd.precision.has_skipped():
+            if leg.plan.sync_gradients and not (self._raysgd.precision.has_skipped() or leg.batch.is_left_out):
                 self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), *self._parts)
             if leg.plan.ends_global_batch:
                 self._parts.clear()

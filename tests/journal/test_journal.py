@@ -468,3 +468,17 @@ def test_a_link_out_of_the_folder_of_the_run_and_a_pipe_are_not_read(tmp_path: P
     os.mkfifo(path)
     with pytest.raises((ValueError, FileNotFoundError), match=r"no regular file|has no journal"):
         Journal(tmp_path / "run")
+
+
+def test_a_leg_replaces_what_was_left_out_after_its_beginning(tmp_path: Path) -> None:
+    writer, entry = JournalWriter(tmp_path, HEADER), {"optimizer": 0, "reason": "a spike", "ranks": [], "back_to": None}
+    writer.begin_leg(leg_line())
+    for step in (2, 5, 6):
+        writer.note_left_out({**entry, "step": step})
+    writer.begin_leg(leg_line(5, attempt=[1, 2]))
+    writer.note_left_out({**entry, "step": 7, "ranks": [1, 2], "back_to": 4})
+    assert [(each.step, str(each)) for each in Journal(tmp_path).left_out] == [
+        (2, "left out: a spike"),
+        (5, "left out: a spike"),
+        (7, "left out: a spike on rank 1, 2; the state after step 4 was restored"),
+    ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raysgd.journal.keeper import StepBook
-from raysgd.journal.recorder import LegReport, StepBlock
+from raysgd.journal.recorder import LeftOutReport, LegReport, StepBlock
 from raysgd.journal.steps import NO_NORM
 
 
@@ -100,3 +100,16 @@ def test_a_norm_that_is_too_large_for_its_field_is_infinite() -> None:
     book.begin(leg((1, 1), 0, num_workers=1))
     book.add("a", part((1, 1), range(1, 2), 4.0, norm=1e39))
     assert taken(book) == [(1, 1.0, math.inf, 4)]
+
+
+def test_a_step_that_was_left_out_is_noted_once_unless_a_later_attempt_repeats_it() -> None:
+    book = StepBook()
+    book.begin(leg((1, 1), 0))
+    entry = {"step": 3, "optimizer": 0}
+    assert book.leave_out(LeftOutReport((1, 1), entry)) == entry
+    assert book.leave_out(LeftOutReport((1, 1), entry)) is None, "the other worker reports the same"
+    assert book.leave_out(LeftOutReport((1, 1), {**entry, "optimizer": 1})) is not None
+    book.begin(leg((1, 2), 4))
+    assert book.leave_out(LeftOutReport((1, 1), {**entry, "step": 4})) is not None
+    assert book.leave_out(LeftOutReport((1, 1), {**entry, "step": 5})) is None, "the step is repeated"
+    assert book.leave_out(LeftOutReport((1, 2), {**entry, "step": 5})) is not None

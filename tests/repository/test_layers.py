@@ -68,7 +68,7 @@ INSIDE = {
         "worker_callback",
         "callback",
         "averages calling loggers monitors progress report sidecar",
-        "early_stopping",
+        "early_stopping guard",
         "checkpointing",
     ),
     "core.engine": (

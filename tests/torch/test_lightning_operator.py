@@ -28,13 +28,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
+from raysgd.callbacks import Guard
 from raysgd.core.engine.shared.types import World
+from raysgd.journal.journal import Journal
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.lightning.module import optimizers_and_schedulers, run_in_forward_of
 from raysgd.torch.lightning_operator import LightningOperator
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.training_operator import OperatorContext
+from tests import bad_batches
 from tests.torch.lab import Experiment, run_alone, validate_on_spare
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
@@ -1027,3 +1030,47 @@ def test_the_phases_of_a_step_are_timed(train_local: Train) -> None:
     trainer, _ = train_local()
     assert {"mean_fwd_s", "mean_grad_s", "mean_apply_s"} <= set(trainer.train(profile=True)["profile"])
     assert "mean_eval_fwd_s" in trainer.validate(profile=True)["profile"]
+
+
+class Guarded(lightning.pytorch.LightningModule):
+    """Has bad samples in the batches 4 and 7."""
+
+    faults: ClassVar = {3 * bad_batches.SIZE: bad_batches.NAN, 6 * bad_batches.SIZE: bad_batches.INFINITE}
+    is_manual = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = not self.is_manual
+        self.model = bad_batches.network()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = bad_batches.loss_of(self.model, *batch)
+        if self.is_manual:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.lr_schedulers().step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"}]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(bad_batches.samples(9, self.faults), batch_size=bad_batches.SIZE)
+
+
+class GuardedByHand(Guarded):
+    """Has manual optimization."""
+
+    is_manual = True
+
+
+@pytest.mark.parametrize("module", [Guarded, GuardedByHand])
+def test_a_guard_leaves_bad_steps_of_a_module_out(make_local: MakeTrainer, tmp_path: Path, module: Any) -> None:
+    trainer = make_local(TrainingOperator.from_ptl(module))
+    trainer.fit(1, callbacks=[Guard()], folder=tmp_path)
+    assert [each.step for each in Journal(tmp_path).left_out] == [4, 7]
+    if module is Guarded:  # a module that steps its scheduler itself does so after a step that was left out, too
+        expected = bad_batches.expected(bad_batches.Case(bad_batches.Stock, 1, 1, 9, Guarded.faults))
+        assert all(map(torch.equal, trainer.state_dict()["models"][0].values(), expected))

@@ -175,6 +175,7 @@ class AverageMeterCollection:
         pending: The metrics and number of samples of each batch whose step has not completed yet.
         num_batches: Number of batches counted.
         has_objects: True if any metric is a metric object.
+        is_left_out: True if `count_pending` must not count the pending batches, because their step was left out.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class AverageMeterCollection:
         self._forget_rest: Callable[[], None] | None = None
         self._meters: dict[str, NumberMeter | ObjectMeter] = {}
         self.num_batches = 0
-        self.has_objects = False
+        self.has_objects = self.is_left_out = False
         self.pending: list[tuple[list[PendingMetric], int | float]] = []
         self.n: int | float = 0
 
@@ -240,6 +241,10 @@ class AverageMeterCollection:
 
     def count_pending(self) -> None:
         """Add the metrics of batches stored by `add_pending` to the averages. Called when their step has completed."""
+        if self.is_left_out:
+            self.num_batches += len(self.pending)
+            self.drop_pending()
+            return
         pending, self.pending = self.pending, []
         meters = self._meters
         for entries, num_samples in pending:
@@ -261,6 +266,7 @@ class AverageMeterCollection:
         Also restore the states of metric objects that the last `note_boundary` stored.
         """
         self.pending.clear()
+        self.is_left_out = False
         if self._forget_rest is not None:
             self._forget_rest()
             self._forget_rest = None

@@ -6,7 +6,8 @@ It is stored in the operator's attribute `_raysgd`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from itertools import takewhile
 from typing import Any
@@ -24,6 +25,8 @@ from raysgd.torch.objects.precision import warn_of_short_weights
 from raysgd.torch.operator.batch_metrics import BatchMetrics
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
+from raysgd.torch.parallel.record import StepRecord
+from raysgd.torch.parallel.undo import Undo
 from raysgd.torch.step.gradients import Gradients
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.operator import required
@@ -190,6 +193,22 @@ class TorchInternals(BatchMetrics):
         self.follows_rate = any(map(any, new))
         self.chosen = hyperparameters.updated(self.chosen, new)
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
+
+    def copy_state(self) -> Callable[[], None]:
+        """Copy the state that optimizer steps change, on its devices. Return a function that restores the copy.
+
+        Raises:
+            ValueError: There is not enough memory, or the state of an object cannot be copied.
+        """
+        registered, precision = self.registered, [self.precision] if self.precision.is_mixed else []
+        others, callbacks = [*registered.schedulers, *precision], self.callbacks
+        undo = Undo(registered.trained, registered.optimizers, others, lambda: callbacks.followers, mode="all")
+        undo.open_call()
+        record = StepRecord()
+        record.begin(undo.save(nullcontext()))
+        if record.saved is None or not record.saved.is_whole:
+            raise ValueError("`Guard(rewind=...)` cannot copy the training state, as the log says: omit `rewind`.")
+        return lambda: undo.restore(record)
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
         """Return all parameters of the registered models and of a criterion with trainable parameters."""

@@ -37,7 +37,9 @@ class BatchRecord:
         waits: See the argument.
         had_backward: True if a backward pass was recorded.
         with_gradients: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
-        skipped: IDs of the optimizers that must not step, because nothing counts in their gradients.
+        skipped: IDs of the optimizers that must not step, because nothing counts in their gradients, or because a
+            callback leaves the step out.
+        is_left_out: True if a callback leaves the step out.
         items: For each call of the criterion, over how many labels or other items it averaged.
         uncounted: True if a loss ignored labels or weighted them unequally, and user code passed no weight. A tensor if
             the value is on a GPU.
@@ -49,6 +51,7 @@ class BatchRecord:
     def __init__(self, number: int = 0, waits: bool = False) -> None:
         self.number, self.waits = number, waits
         self.had_backward = self.is_by_samples = self.has_shared_metrics = self.has_asked_to_step = False
+        self.is_left_out = False
         self.with_gradients: set[int] = set()
         self.skipped: set[int] = set()
         self.items: list[Any] = []

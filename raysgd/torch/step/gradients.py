@@ -74,6 +74,8 @@ class Gradients(OptimizerSteps):
         cleared = chosen
         if clears and optimizer is None and len(self._optimizers) > 1:
             cleared = [*chosen, *(each for each in self._optimizers if each is not chosen[0])]
+        if self._callbacks.may_leave_out:
+            loss = self._callbacks.see_loss(loss)
         scale_again = self._precision.scale_again
         unscaled = [each for each in cleared if scale_again(each)] if self._precision.is_mixed else []
         # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
@@ -237,9 +239,7 @@ class Gradients(OptimizerSteps):
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
         """Clear the optimizers' gradients and skip their step, because all batches have weight 0. Warn once."""
         for each in optimizers:
-            self._sync.leg.batch.skipped.add(id(each))
-            for parameter in self._precision.parameters(each):
-                parameter.grad = None
+            self._clear_for_skip(each)
         if self._once.is_first("nothing counts"):
             logger.warning(
                 "nothing counts in a step: all workers gave `weight=0`, or left their batches out. The optimizer does "

@@ -149,8 +149,11 @@ class OptimizerSteps:
         return self._clips and not all(map(tells_of_steps, self._optimizers))
 
     def _clip(self, optimizer: Any) -> None:
-        if self._callbacks.wants_gradients:
-            self._callbacks.gradients(optimizer)
+        if self._callbacks.wants_gradients and not self._callbacks.gradients(optimizer):
+            self._sync.leg.batch.is_left_out = True
+            self._about_to_step.discard(id(optimizer))
+            self._clear_for_skip(optimizer)
+            return
         if not self._clips:
             return
         options = self._options
@@ -162,11 +165,19 @@ class OptimizerSteps:
         if options.clip_grad_value is not None:
             self._operator.clip_grad_value(parameters, options.clip_grad_value)
 
+    def _clear_for_skip(self, optimizer: Any) -> None:
+        """Skip an optimizer's step. If user code still calls `step`, it changes nothing without gradients."""
+        self._sync.leg.batch.skipped.add(id(optimizer))
+        for parameter in self._precision.parameters(optimizer):
+            parameter.grad = None
+
     def step(self, optimizer: Any) -> None:
         """Step an optimizer. If options or callbacks require it, first unscale, report and clip the gradients."""
         if self._clips or self._callbacks.wants_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
+            if id(optimizer) in self._sync.leg.batch.skipped and not self._precision.is_mixed:
+                return  # with mixed precision, the scaler must know of the step
         self._is_stepping = True
         try:
             self._precision.step(optimizer)
@@ -204,6 +215,12 @@ class OptimizerSteps:
             raise ValueError(
                 f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
                 "several batches: omit `accumulate_grad_batches`, `micro_batch_size` or `deterministic=True`."
+            )
+
+        if self._callbacks.may_leave_out:
+            raise ValueError(
+                f"`{name}.step` was given a closure, which computes gradients several times in a step, and `Guard` "
+                "decides once whether a step is taken: omit `Guard`, or use an optimizer that needs no closure."
             )
 
         def compute() -> Any:

@@ -300,6 +300,14 @@ class TrainingCall:
         self.note(num_steps=self.num_completed, is_exhausted=self._has_no_step_left)
         self.cursor = None
 
+    def leave_out_step(self) -> None:
+        """Do not count the metrics and samples of the running step, because a callback has left the step out.
+
+        The metrics that ranks have sent each other in this step are discarded, because they include those of the step.
+        """
+        self.meters.is_left_out = True
+        self.rows.forget(self.num_completed)
+
     @property
     def _has_no_step_left(self) -> bool:
         if self.progress.num_requested is not None:

@@ -32,6 +32,7 @@ class InstalledCallbacks:
         are_there: True if at least one callback is installed.
         noting_batches: The callbacks that override `_on_batch`.
         wants_gradients: True if a callback must be called before an optimizer steps. False outside `listening`.
+        may_leave_out: True if a callback may leave steps out. False outside `listening`.
         wants_steps: True if a callback must be called after an optimizer has stepped. False outside `listening`.
     """
 
@@ -43,11 +44,14 @@ class InstalledCallbacks:
         self._unclaimed: dict[str, Any] = {}
         self._epoch: Any = None
         self._operator: Any = None
-        self._listen([], [])
+        self._listen([], [], [])
 
-    def _listen(self, on_gradients: list[WorkerCallback], on_steps: list[WorkerCallback]) -> None:
-        self._on_gradients, self._on_steps = on_gradients, on_steps
-        self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
+    def _listen(
+        self, judges: list[WorkerCallback], on_gradients: list[WorkerCallback], on_steps: list[WorkerCallback]
+    ) -> None:
+        self._judges, self._on_gradients, self._on_steps = judges, on_gradients, on_steps
+        self.may_leave_out, self.wants_steps = bool(judges), bool(on_steps)
+        self.wants_gradients = bool(judges or on_gradients)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
         """Replace the installed callbacks with copies of these callbacks, and call `on_begin` of each copy.
@@ -109,6 +113,8 @@ class InstalledCallbacks:
                 meters = window.pop() if window else operator._raysgd.new_meters()
                 of_step = _over_batches(meters, metrics, is_last)
                 window.extend([] if is_last else [meters])
+            if self._epoch.meters.is_left_out:
+                return metrics
             return _after_step(watching, operator, metrics, of_step) if is_last else metrics
 
         return after if watching else None
@@ -128,18 +134,36 @@ class InstalledCallbacks:
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
         """Inside the block, call the installed callbacks before and after each optimizer step."""
-        self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
+        self._listen(self._with("_leaves_out"), self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:
             yield
         finally:
             self._operator = None
-            self._listen([], [])
+            self._listen([], [], [])
 
-    def gradients(self, optimizer: Any) -> None:
-        """Call `on_gradients` of the callbacks, when gradients are complete and before an optimizer steps."""
+    def see_loss(self, loss: Any) -> Any:
+        """Call `_see_loss` of the callbacks that may leave steps out. Return the loss whose gradients are computed."""
+        for each in self._judges:
+            loss = call_event(each, "_see_loss", self._operator, loss)
+        return loss
+
+    def gradients(self, optimizer: Any) -> bool:
+        """Call `on_gradients` of the callbacks, when gradients are complete and before an optimizer steps.
+
+        Return False, without these calls, if a callback leaves the step out. The step's metrics then do not count.
+        """
+        if any(call_event(each, "_leaves_out", self._operator, optimizer) for each in self._judges):
+            self._epoch.leave_out_step()
+            return False
         for each in self._on_gradients:
             call_event(each, "on_gradients", self._operator, optimizer)
+        return True
+
+    def note_left_out(self, entry: Mapping[str, Any]) -> None:
+        """Call `_on_left_out` of the callbacks with a description of a step that was left out."""
+        for each in self._with("_on_left_out"):
+            each._on_left_out(entry)
 
     def note_norm(self, norm: Any) -> None:
         """Call `_on_norm` of the callbacks with a gradient norm that clipping or a callback has computed."""
@@ -157,6 +181,11 @@ class InstalledCallbacks:
 
         Outside a `listening` block, the list is empty.
         """
+        return [*self._judges, *self.followers]
+
+    @property
+    def followers(self) -> list[WorkerCallback]:
+        """The callbacks that follow what optimizer steps do, such as averages of weights."""
         return [*self._on_gradients, *self._on_steps]
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:

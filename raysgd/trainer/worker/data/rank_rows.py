@@ -129,6 +129,10 @@ class RankRows:
             self._told.pop()
         self._told.append((num_steps, rows))
 
+    def forget(self, num_steps: int) -> None:
+        """Discard the rows that the ranks sent after `num_steps` steps were completed."""
+        self._told = deque((each for each in self._told if each[0] != num_steps), maxlen=2)
+
     def as_of(self, num_steps: int) -> Mapping[str, Any]:
         """Return the last rows that the ranks sent in the first `num_steps` steps of the call, by rank name.
 
