@@ -27,6 +27,11 @@ _MOST_OVERFLOWS = 20  # PyTorch's scaler begins at 2**16 and halves its scale, s
 class Guard(WorkerCallback):
     """Leaves bad steps out on all workers: the optimizer does not step, and the samples do not count.
 
+    Each optimizer is judged by itself. Without `self.backward`, only the gradients are checked. Attributes of your
+    operator are not restored. A GPU waits for the gradient norm in each step. In fp16, overflows are left to the
+    gradient scaler, up to 20 in a row. Your own `train_epoch`, `strategy="none"`, steps with a closure, and `rewind`
+    with FSDP are refused.
+
     Args:
         nonfinite: What to do if a worker's loss, or a gradient, is not finite: "skip" leaves the step out, "raise" ends
             the run.

@@ -57,6 +57,10 @@ class BatchRecord:
         self.items: list[Any] = []
         self.uncounted: Any = False
 
+    def leave_out(self) -> None:
+        """Record that a callback leaves the step out."""
+        self.is_left_out = True
+
     def ask_to_step(self) -> None:
         """Record that user code has called `optimizer_step`."""
         self.has_asked_to_step = True

@@ -150,7 +150,7 @@ class OptimizerSteps:
 
     def _clip(self, optimizer: Any) -> None:
         if self._callbacks.wants_gradients and not self._callbacks.gradients(optimizer):
-            self._sync.leg.batch.is_left_out = True
+            self._sync.leg.batch.leave_out()
             self._about_to_step.discard(id(optimizer))
             self._clear_for_skip(optimizer)
             return
