@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from raysgd.core.arguments import MAX_WORKERS
 from raysgd.core.text.printable import printable
@@ -68,6 +68,10 @@ def _one_of(*allowed: Any) -> _Read:
 
 def _or_none(read: _Read) -> _Read:
     return lambda value: None if value is None else read(value)
+
+
+def _or_auto(read: _Read) -> _Read:
+    return lambda value: value if value in (None, "auto") else read(value)
 
 
 def _name(value: Any) -> str:
@@ -164,7 +168,7 @@ class RunOptions:
     use_horovod: bool = _entry(_switch)
     use_gpu: bool = _entry(_switch)
     split_batches: bool = _entry(_switch)
-    micro_batch_size: int | None = _entry(_or_none(_whole(1, _MOST_OF_BATCH)))
+    micro_batch_size: int | Literal["auto"] | None = _entry(_or_auto(_whole(1, _MOST_OF_BATCH)))
     deterministic: bool = _entry(_switch)
     num_shards: int = _entry(_whole(1, MAX_WORKERS))
     seed: int | None = _entry(_or_none(_whole(0, 2**31 - 1)), default=None)

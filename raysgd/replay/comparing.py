@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from raysgd.journal.entries import Leg
+from raysgd.journal.entries import Leg, LoaderLayout
 from raysgd.journal.journal import Journal, StepRecord
 from raysgd.trainer.configuration.batch_options import BatchOptions
 
@@ -140,8 +140,10 @@ def rounding_of(legs: Iterable[Leg], *, are_exact: bool) -> Rounding | None:
 
 def options_of(leg: Leg) -> BatchOptions:
     """Return how the global batches of a part of an epoch were split among the workers of the run."""
-    options = leg.run.options
-    return BatchOptions(options.split_batches, options.micro_batch_size, options.deterministic, options.num_shards)
+    options, size = leg.run.options, leg.run.options.micro_batch_size
+    if size == "auto":
+        size = leg.data.rule.cap if isinstance(leg.data, LoaderLayout) and leg.data.rule is not None else None
+    return BatchOptions(options.split_batches, size, options.deterministic, options.num_shards)
 
 
 def sizes_of(journal: Journal) -> Sizes:

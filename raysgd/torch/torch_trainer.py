@@ -93,7 +93,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             like `config[BATCH_SIZE]`. Each batch is split over the workers as evenly as possible, and its size stays
             constant when the number of workers changes. Requires DDP. Default: False, and the log says what a batch is.
         micro_batch_size: Maximum number of samples of a split batch that a worker processes at once. A worker with more
-            samples processes them in several batches and accumulates the gradients for one step.
+            samples processes them in several batches and accumulates the gradients for one step. "auto" to halve the
+            batches, and repeat the step, when a worker runs out of memory. See `docs/recipes/batch-size.md`.
         deterministic: True to get bitwise the same weights as a run on `num_workers` workers without failures, even if
             workers are lost or added. See `docs/operator.md`. Requires DDP and, on GPUs, deterministic kernels.
         accumulate_grad_batches: Number of batches to accumulate per optimizer step. The gradient equals that of one
@@ -135,7 +136,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     precision: str | None
     strategy: str
     split_batches: bool
-    micro_batch_size: int | None
+    micro_batch_size: int | Literal["auto"] | None
     deterministic: bool
     use_tqdm: bool
     add_dist_sampler: bool
@@ -170,7 +171,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         use_fp16: bool | Literal["apex"] = False,
         precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
         split_batches: bool | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         deterministic: bool = False,
         accumulate_grad_batches: int = 1,
         clip_grad_norm: float | None = None,
@@ -221,7 +222,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             placement=chosen(Placement, given),
         )
         arguments.check_spares(group, chosen_strategy)
-        has_room_to_grow = num_workers > 1 and not use_local and group.recovery.in_place
+        regroups = num_workers > 1 or settings.batch_options.is_auto
+        has_room_to_grow = regroups and not use_local and group.recovery.in_place
         gpus = arguments.choose_gpus(use_gpu, group)
         group = replace(
             group,
@@ -232,6 +234,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         may_grow = has_room_to_grow and settings.keeps_survivors
         settings = replace(settings, use_gpu=gpus.num_gpus > 0, may_grow=may_grow)
         arguments.check_combination(settings, gpus, num_workers)
+        arguments.check_auto(settings, group)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
         has_chosen = split_batches is not None

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from raysgd.callbacks import Checkpointing
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.cli.main import main
 from raysgd.core.history.history import History
+from raysgd.journal.entries import BatchRule, LoaderLayout
 from raysgd.journal.steps import CHECKS_FILE, STEPS
 from raysgd.replay import find_jumps, replay, why
 from raysgd.replay.program import batch_options_for, load_class
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.journal.made import made_leg
+from tests.journal.made import HEADER, made_leg
 from tests.journal.test_journal import OwnEpoch
 from tests.replay import programs
 from tests.replay.programs import Plain
@@ -283,6 +285,16 @@ def test_a_journal_that_begins_late_needs_a_checkpoint(make_local: Make, tmp_pat
 def test_what_one_process_cannot_do_is_refused(leg: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         batch_options_for(leg)
+
+
+@pytest.mark.parametrize("cap", [None, 3])
+def test_a_run_that_halved_its_batches_is_replayed_with_those_of_the_leg(cap: int | None) -> None:
+    leg = made_leg(
+        2, batch_options={**HEADER["options"]["batch_options"], "split_batches": True, "micro_batch_size": "auto"}
+    )
+    assert isinstance(leg.data, LoaderLayout)
+    leg = replace(leg, data=replace(leg.data, rule=BatchRule(cap=cap, num_shards=0, multiple=1)))
+    assert batch_options_for(leg).micro_batch_size == cap
 
 
 def test_a_class_itself_is_a_program() -> None:

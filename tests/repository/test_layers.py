@@ -132,7 +132,7 @@ INSIDE = {
     ),
     "trainer": ("configuration", "messages", "driver worker"),
     "trainer.driver": (
-        "changes detachable leaving listeners saving shared_data tune_trial",
+        "changes detachable largest_batch leaving listeners saving shared_data tune_trial",
         "life",
         "calls kept_trainer live_changes predicting",
         "fit_epoch fit_steps",

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from raysgd.core.engine.shared.types import StepLacksMemory
 from tests.simulator.kernel import DriverThread
 from tests.simulator.processes import Process
 from tests.simulator.schedule import Fault
@@ -67,6 +68,10 @@ class Befalling:
                     self.kinds["raise in a call"] += not is_beside
                     yield 0.0
                     raise UserBugError(f"a bug at {label!r}")
+            elif fault.kind == "lack":
+                self._note(fault, str(process))
+                yield 0.0
+                raise StepLacksMemory(1) from UserBugError("out of memory")
             elif fault.kind == "slow":
                 self._note(fault, str(process))
                 self.num_incidents += 1

@@ -19,6 +19,7 @@ from raysgd.core.engine.shared.types import (
     Outcome,
     Rendezvous,
     StateHandover,
+    StepLacksMemory,
     Unanswered,
     WorkerInfo,
     World,
@@ -226,11 +227,12 @@ class Process:
 
     def _failure(self, error: Exception) -> Failure:
         is_lost = self.world.is_distributed and isinstance(error, LostConnectionError)
-        if is_lost:
+        lack = isinstance(error, StepLacksMemory)
+        if is_lost or lack:
             self.connection.interrupt()
         name = type(error).__name__
         fault = WorkerFault(self.world.rank, self.node, error, name, str(error), f"train.py:1 in {name}", "")
-        return Failure("disconnected" if is_lost else "user", fault)
+        return Failure("memory" if lack else "disconnected" if is_lost else "user", fault)
 
     def _may_run(self, go_on: Callable[[], None]) -> bool:
         if self.is_dead:

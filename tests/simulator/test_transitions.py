@@ -441,6 +441,10 @@ STORIES = {
         dies(1, point="note"),
         ((SimReplica, "setup", raising(bug)),),
     ),
+    "memory runs out in a step": Story(any_end(training()), {}, (Fault("lack", "step", 4),)),
+    "memory runs out where replicas cannot continue": Story(
+        any_end(training()), {"continues": False}, (Fault("lack", "step", 4),)
+    ),
     "errors of user code are retried": Story(retrying(any_end(training())), {}, (Fault("raise", "step", 4),)),
     "a start has no retry left": Story(
         any_end(noting()),

@@ -1291,3 +1291,28 @@ def test_padding_counts_nowhere(process_group: None, operator_cls: type[Measurin
         assert (own, repeated) == (False, True)
         assert (result["num_samples"], result["share"], result["error"]) == (4, 0.25, pytest.approx(error))
     assert "train_batch" not in vars(operator)
+
+
+def test_a_state_has_the_size_of_batches_that_was_found_as_a_hint_for_trainers_that_look_for_one() -> None:
+    def runner_with(micro_batch_size: Any) -> TorchRunner:
+        settings = TorchSettings(LinearOperator, {}, batch_options=BatchOptions(True, micro_batch_size))
+        runner = TorchRunner(settings, ALONE)
+        runner.setup()
+        return runner
+
+    def train(runner: TorchRunner, largest_batch: int | None = None) -> tuple[int, int | None]:
+        answer = runner.train_epoch(EpochRequest(2, {}, False, 5, largest_batch=largest_batch))
+        assert isinstance(answer, EpochAnswer)
+        assert answer.metrics is not None
+        return answer.metrics["batch_count"], answer.largest_batch
+
+    first = runner_with("auto")
+    assert train(first) == (2, None)
+    assert "largest_batch" not in first.state()[RESUME]
+    assert train(first, 2) == (4, 2)
+    state = copy.deepcopy(first.state())
+    assert state[RESUME]["largest_batch"] == 2
+    for micro_batch_size, expected in (("auto", (4, 2)), (None, (2, None))):
+        other = runner_with(micro_batch_size)
+        other.restore(state, None)
+        assert train(other) == expected

@@ -155,7 +155,7 @@ def grace_s(
     """
     if "died" in kinds:  # waiting is worthwhile, because ranks that answer now need not be interrupted and polled later
         return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S) if asks_survivors else _DEATH_GRACE_S
-    if kinds == {"disconnected"}:
+    if kinds and "user" not in kinds:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
     return min(max(_USER_GRACE_S, ran_s), _LONGEST_USER_GRACE_S)
 

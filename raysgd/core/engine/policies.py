@@ -32,7 +32,7 @@ LOOK_AT_RAYS_LOG = "Ray's log of the worker (`worker-*.err`) may name the cause"
 _OF_A_NODE = ("its node has died", "node it was running on is dead", "preemption")
 _OF_MEMORY = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
 _NO_MEMORY = ("out of memory", "DefaultCPUAllocator")
-_BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
+_BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "memory", "disconnected")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Diagnosis:
 
     Attributes:
         kind: "died" (a process or node died), "disconnected" (a connection was lost although no rank is known to be
-            dead) or "user" (user code raised an exception).
+            dead), "user" (user code raised an exception) or "memory" (memory ran out in a step that can be repeated).
         faults: The errors of that kind, in rank order.
         beside: If `kind` is "died", exceptions that user code raised in the same call. The death may have caused them,
             so they only appear in messages.
@@ -176,8 +176,8 @@ class Diagnosis:
 def classify(report: GroupReport) -> Diagnosis:
     """Return the cause of a failed call.
 
-    A death takes precedence, because it causes the survivors' errors. A user exception takes precedence over lost
-    connections: the rank that raised the exception stops, so the other ranks lose their connections to that rank.
+    A death takes precedence, because it causes the survivors' errors. A user exception, or a lack of memory, takes
+    precedence over lost connections: the rank that raised it stops, so the other ranks lose their connections to it.
     """
     failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
     assert failures, "classify() needs a report with at least one failure"
@@ -247,8 +247,8 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
         gone: Ranks that are known to be lost. Need not include the ranks in `diagnosis`.
         nodes: Nodes that lost all their workers.
     """
-    reason = _said(diagnosis.faults[0])
-    if diagnosis.kind == "user":
+    reason = _said(diagnosis.faults[0], diagnosis.kind == "died")
+    if diagnosis.kind in ("user", "memory"):
         return f"{named(diagnosis.ranks)} raised {reason}"
     lost = {*gone, *diagnosis.ranks} if diagnosis.kind == "died" else {*gone}
     facts = [str(nodes)] if nodes is not None else []
@@ -260,7 +260,7 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
         reporters = [rank for rank in diagnosis.ranks if rank not in lost] or diagnosis.ranks
         verb = "reports" if len(reporters) == 1 else "report"
         parts.append(f"{named(reporters)} {verb}: connection to another rank lost ({reason})")
-    parts += [f"rank {fault.rank} raised {_said(fault)}" for fault in diagnosis.beside[:1]]
+    parts += [f"rank {fault.rank} raised {_said(fault, False)}" for fault in diagnosis.beside[:1]]
     return "; ".join(parts)
 
 
@@ -272,8 +272,8 @@ def why_not_started(failure: Failure) -> str:
     return f"{reason}. {LOOK_AT_RAYS_LOG}" if reason == _PROCESS_DIED else reason
 
 
-def _said(fault: WorkerFault) -> str:
-    if fault.type_name in _DEATHS:
+def _said(fault: WorkerFault, is_death: bool = True) -> str:
+    if is_death and fault.type_name in _DEATHS:
         is_of_node = any(phrase in str(fault.error) for phrase in _OF_A_NODE)
         return _DEATHS["NodeDiedError" if is_of_node else fault.type_name]
     return f"{fault.type_name}: {shorten(fault.message.partition(chr(10))[0], _REASON_LENGTH, placeholder=' ...')}"

@@ -36,6 +36,7 @@ from raysgd.core.engine.shared.types import (
     Rendezvous,
     ReplicaProgress,
     StateHandover,
+    StepLacksMemory,
     WorkerInfo,
     World,
 )
@@ -516,12 +517,17 @@ class WorkerProcess:
         # If the worker is alone in its group, it has no connection to other ranks. Its error then comes from user code.
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
+        largest_batch = None
+        if isinstance(error, StepLacksMemory) and error.__cause__ is not None:
+            kind, largest_batch, error = "memory", error.largest_batch, error.__cause__
         # All survivors of a failure lose connections at once, so it must be cheap to describe their errors.
-        is_brief = kind == "disconnected"
+        is_brief = kind != "user"
         fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
+        if kind == "memory":
+            error.__traceback__ = None  # its frames refer to what takes the memory
         joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
-        failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error))
-        if kind == "disconnected":
+        failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error), largest_batch)
+        if kind != "user":
             self._connection.give_up(error)  # ranks that wait for this rank then notice the failure
         return failure
 
@@ -719,11 +725,11 @@ class _HostedProcess(WorkerProcess):
         super().__init__(*args, **kwargs)
 
     def _fail(self, failure: Failure) -> Any:
-        """Send the failure of a call to the driver. If a connection was lost, return the failure, otherwise raise it.
+        """Send the failure of a call to the driver. If user code raised, raise the failure, otherwise return it.
 
         All survivors report a lost connection at the same time, and Ray transfers return values faster than exceptions.
         """
-        return failure if failure.kind == "disconnected" else super()._fail(failure)
+        return failure if failure.kind != "user" else super()._fail(failure)
 
 
 def let_go_of_ray() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -150,6 +151,13 @@ class TorchFeed(DataFeed):
             if isinstance(data, ShardedLoader):
                 data.sampler.rule = self.rule
                 data.sampler.reshape(rank, size, batch_size if data.sampler.batch_size == instead_of else None)
+
+    def limit_batches(self, size: int) -> None:
+        super().limit_batches(size)
+        assert self.rule is not None, "`micro_batch_size` needs global batches"
+        self.rule = replace(self.rule, cap=size)
+        self.break_off()
+        self.take_rank(self._group.rank, self._group.world_size, None, None)
 
     def is_divided(self, cursor: Any) -> bool:
         if cursor is not None and cursor is self._of_call[1]:

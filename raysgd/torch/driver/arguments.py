@@ -362,6 +362,21 @@ def check_global_batches(settings: TorchSettings) -> None:
     )
 
 
+def check_auto(settings: TorchSettings, group: GroupSettings) -> None:
+    """Reject `micro_batch_size="auto"` if the workers cannot undo a step and repeat it in the same processes."""
+    obstacles = (
+        (settings.strategy != "ddp", f'`strategy="{settings.strategy}"`'),
+        (not settings.recovery.in_place, "`Recovery(in_place=False)`"),
+        (group.is_driver_only, "`use_local=True`"),
+    )
+    for applies, what in obstacles:
+        if settings.batch_options.is_auto and applies:
+            raise ValueError(
+                f'`micro_batch_size="auto"` cannot work with {what}: no step is repeated in place. Pass the number of '
+                "samples that a worker can process at once."
+            )
+
+
 def check_combination(settings: TorchSettings, gpus: GpuChoice, num_workers: int) -> None:
     """Reject combinations of options that do not work together. The error message names the options."""
     precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy

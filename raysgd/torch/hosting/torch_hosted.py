@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -116,7 +117,8 @@ class TorchHostedOperator(HostedOperator):
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
         undo = make_undo(self.operator, self.parallel, copies, world)
-        self.parts = TorchParts(self.operator, self.parallel.sync, self.feed, undo)
+        splits = settings.batch_options.is_auto
+        self.parts = TorchParts(self.operator, self.parallel.sync, self.feed, undo, splits)
         self.internals.gradients.watch_last()
         self.parallel.attach(self.internals.registered.wrapped)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.parts.waiting_parameters)
@@ -246,6 +248,9 @@ class TorchHostedOperator(HostedOperator):
         return self.parallel.obstacle or super().group_obstacle
 
     def take_rank(self, world: World) -> None:
+        if self.parts.splits and self._device.type == "cuda":  # memory may have run out
+            gc.collect()
+            torch.cuda.empty_cache()
         config = self.operator.config
         before, now = config.get(BATCH_SIZE), self.settings.config_for(world.size).get(BATCH_SIZE)
         if now is not None:
@@ -296,7 +301,8 @@ class TorchHostedOperator(HostedOperator):
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
         noting = internals.loss_calls.on(internals.criterion, leg.items.note_labels, only_labels=True)
         try:
-            can_continue = self.world.is_distributed and not (self.group_obstacle or self.epoch_obstacle)
+            may_repeat = self.world.is_distributed or parts.splits
+            can_continue = may_repeat and not (self.group_obstacle or self.epoch_obstacle)
             parts.undo.open_call(can_continue and is_divided)
             with leg.flight_recorder.of_call(), self._in_shares(call.progress.num_requested is None, source), noting:
                 yield

@@ -50,6 +50,7 @@ def _at(state: Any, path: Path_) -> Any:
 
 
 CRITERION = "criterion"  # key for the state of a criterion with parameters; files of `ray.util.sgd` lack the key
+LARGEST_BATCH = "largest_batch"  # key for the number of samples at once that `micro_batch_size="auto"` has found
 REMADE = "remade"  # key for digests of frozen parameters that the state omits; see `raysgd.torch.objects.remade`
 
 
@@ -107,6 +108,8 @@ class TorchState(ReplicaState):
 
     def _more_progress(self) -> dict[str, Any]:
         progress: dict[str, Any] = {TRAINED: self._internals.trained.since_setup}
+        if self._feed.largest_batch is not None:
+            progress[LARGEST_BATCH] = self._feed.largest_batch
         waiting = {*map(id, self._waiting())}
         if waiting:
             progress[GRADIENTS] = [
@@ -121,6 +124,9 @@ class TorchState(ReplicaState):
         The entry `TRAINED` (frozen parameters and parameter groups) is not loaded here, because `_apply_parts` has
         already applied it.
         """
+        size = resume.get(LARGEST_BATCH)
+        if size is not None and self._internals.context.settings.batch_options.is_auto:
+            self._feed.limit_batches(max(1, size))
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():

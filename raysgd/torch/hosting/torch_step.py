@@ -14,7 +14,7 @@ from raysgd.core.arrays.batch_plan import BatchPlan
 from raysgd.core.connections._origins import with_causes
 from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error
-from raysgd.core.engine.shared.types import World
+from raysgd.core.engine.shared.types import StepLacksMemory, World
 from raysgd.core.text.frames import defined_at
 from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.loader_feed import TorchFeed
@@ -24,7 +24,7 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync
-from raysgd.torch.parallel.tensor_copies import lacks_memory
+from raysgd.torch.parallel.tensor_copies import is_lack_of_memory, lacks_memory
 from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.torch.step.steps import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
@@ -51,14 +51,18 @@ class TorchParts(StepParts):
         sync: Averages the gradients of each step over the workers.
         feed: Provides the operator's data.
         undo: Copies the state that batches change, and restores it.
+        splits: See the attribute.
 
     Attributes:
+        splits: True to repeat a step in smaller batches if memory runs out.
         so_far: What the committed steps of the call have shown.
     """
 
     _feed: TorchFeed
 
-    def __init__(self, operator: TrainingOperator, sync: GradientSync, feed: TorchFeed, undo: Undo) -> None:
+    def __init__(
+        self, operator: TrainingOperator, sync: GradientSync, feed: TorchFeed, undo: Undo, splits: bool = False
+    ) -> None:
         super().__init__(feed)
         self._operator, self._sync, self._internals = operator, sync, operator._raysgd
         self.undo = undo
@@ -67,6 +71,8 @@ class TorchParts(StepParts):
         self.has_stock_loop = is_plain(operator, "train_epoch")
         self._may_run_backward = not is_plain(operator, "train_epoch", "train_batch", "backward")
         self.so_far = SoFar()
+        self.splits = splits
+        self._num_opened, self._lacked_in_step = 0, False  # samples of the latest batch; memory ran out in a step
 
     @property
     def leg(self) -> Leg:
@@ -80,6 +86,9 @@ class TorchParts(StepParts):
         leg = self._sync.leg
         if plan.total_samples is None and leg.rules.has_several:
             plan = plan._replace(total_samples=count_samples(batch))
+        if self.splits:
+            self._num_opened = plan.num_samples or 0
+            self.undo.raises_lack = self._num_opened > 1
         leg.begin_batch(plan)
 
     def remember_metrics(self) -> Callable[[], None]:
@@ -90,6 +99,19 @@ class TorchParts(StepParts):
 
     def may_be_parted(self, error: BaseException) -> bool:
         return self._is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
+
+    def check_memory(self, error: BaseException) -> None:
+        # Keep no reference to what is raised: a cycle with this frame would keep the memory that the error refers to.
+        if not self.splits or not is_lack_of_memory(error):
+            return
+        has_stepped, is_again = bool(self.leg.record.stepped), self._lacked_in_step
+        self._lacked_in_step |= has_stepped
+        if has_stepped and not is_again:  # smaller batches do not help, but the state of another rank may
+            raise StepLacksMemory from error
+        if not has_stepped and self._num_opened > 1:
+            raise StepLacksMemory(-(-self._num_opened // 2)) from error
+        where = "in an optimizer's step again" if has_stepped else "for a batch that cannot be divided"
+        logger.warning("memory ran out %s: smaller batches do not help", where)
 
     def can_restore(self, error: BaseException, is_alone: bool) -> bool:
         record = self.leg.record
@@ -105,6 +127,8 @@ class TorchParts(StepParts):
 
     def commit(self, has_step: bool = False) -> None:
         record, undo, self._global_step = self._sync.leg.commit(has_step), self.undo, self._operator.global_step
+        if has_step:
+            self._lacked_in_step = False
         if record.saved is not None:
             undo.forget(record)
             if undo.mode != "never":

@@ -296,10 +296,23 @@ def register(
         returned.append(schedulers.mirror(schedulers.items))
         record = replace(record, schedulers=schedulers.items, has_schedulers=True)
     keep(replace(record, returned=tuple(returned)))
-    chosen = context.settings.step_options.compile
+    options = compile_options(context)
     # `Module.compile` changes the model in place, so user code that refers to the model uses the compiled model, too.
-    for model in () if chosen is False else record.models:
-        model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
+    if options is not None:
+        for model in record.models:
+            model.compile(**options)
+
+
+def compile_options(context: OperatorContext) -> dict[str, Any] | None:
+    """Return the options with which to compile models, or None not to compile them.
+
+    Where a worker's share of a global batch can change, models are compiled once for all sizes, unless the user chose
+    otherwise. A lost worker then costs no compilation.
+    """
+    chosen = context.settings.step_options.compile
+    changes = context.settings.batch_options.is_global and context.is_one_of_several
+    options: dict[str, Any] = {"dynamic": True} if changes else {}
+    return None if chosen is False else options | dict(chosen if isinstance(chosen, Mapping) else {})
 
 
 def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
@@ -403,7 +416,7 @@ def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
         return None
     num_shards = options.num_shards if options.deterministic else 0
     multiple = 1 if options.split_batches else num_shards
-    return GlobalBatchRule(options.micro_batch_size, num_shards=num_shards, multiple=multiple)
+    return GlobalBatchRule(options.cap, num_shards=num_shards, multiple=multiple)
 
 
 def _divided(

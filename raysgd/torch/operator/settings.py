@@ -68,6 +68,8 @@ class TorchSettings(ReplicaSettings):
 
     @property
     def obstacle_of_streams(self) -> str | None:
+        if self.batch_options.is_auto:
+            return "a stream, which is read by parts of a fixed size: pass a number as `micro_batch_size`."
         return super().obstacle_of_streams if self.add_dist_sampler else STREAMS_NEED
 
 

@@ -106,6 +106,13 @@ def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging
     return f"{num_bytes / 2**20:.0f} of {free / 2**20:.0f} MiB that are free"
 
 
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Return True if an error says that the memory of a GPU or of the host ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
     """Return the free bytes of a GPU or, for a CPU, this worker's part of the free host memory; None if unknown.
 

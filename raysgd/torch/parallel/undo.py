@@ -23,7 +23,14 @@ from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.parallel.object_copies import ObjectCopies
 from raysgd.torch.parallel.record import Saved, StepRecord
-from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
+from raysgd.torch.parallel.tensor_copies import (
+    TensorCopies,
+    digest_of,
+    digests_of,
+    is_lack_of_memory,
+    is_writable,
+    kept,
+)
 
 logger = logging.getLogger(__name__)
 Mode = Literal["never", "off", "buffers", "learn", "all"]
@@ -101,7 +108,10 @@ class Undo:
             failure in a batch restarts the call. "never": nothing, because no batch is ever repeated in place.
         is_told_of_batches: True if `save` must be called before each batch. False if no batch is repeated and no
             gradients are kept.
+        raises_lack: True if `save` raises if memory lacks, because smaller batches leave more of it.
     """
+
+    raises_lack = False
 
     def __init__(
         self,
@@ -173,7 +183,7 @@ class Undo:
     def save(self, copying: AbstractContextManager[None]) -> Saved:
         """Copy the state that the batch may change, before the batch begins.
 
-        If there is not enough memory, log a warning and call `switch_off`.
+        If there is not enough memory, log a warning and call `switch_off`, unless `raises_lack` is True.
 
         Args:
             copying: Context in which to copy, such as one that measures the time. Not used if nothing is copied.
@@ -191,6 +201,9 @@ class Undo:
             with copying:
                 self._take(saved, watched, copies_all)
         except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if it cannot allocate memory
+            if self.raises_lack and is_lack_of_memory(error):
+                self._copies = TensorCopies()
+                raise
             logger.warning(
                 "not enough memory to copy the state that a batch may change, so this worker stops copying. If a "
                 "worker is lost in the middle of a batch, the call restarts from the snapshot. The error was: %s",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from raysgd.core.arguments import check_count, check_switch, is_integer, refuse_text, with_entries
 from raysgd.core.config_keys import BATCH_SIZE
@@ -22,7 +22,7 @@ class BatchOptions:
             the number of workers, unless `deterministic` is True. If True, the global batch has the batch size of the
             loader for any number of workers.
         micro_batch_size: Maximum number of samples that a worker processes at once. Only with `split_batches=True` or
-            `deterministic=True`.
+            `deterministic=True`. "auto" to halve the batches when a worker runs out of memory.
         deterministic: If True, each global batch is split into a fixed number of shards. The gradient of the global
             batch is then bitwise identical on any number of workers.
         num_shards: The number of these shards, which is the number of workers that the user requested.
@@ -33,13 +33,18 @@ class BatchOptions:
     """
 
     split_batches: bool = False
-    micro_batch_size: int | None = None
+    micro_batch_size: int | Literal["auto"] | None = None
     deterministic: bool = False
     num_shards: int = 1
 
     def __post_init__(self) -> None:
         check_switch("split_batches", self.split_batches)
-        if self.micro_batch_size is not None:
+        if self.is_auto and (self.deterministic or not self.split_batches):
+            raise ValueError(
+                '`micro_batch_size="auto"` divides the batches of `split_batches=True` without `deterministic=True`, '
+                "whose shards are fixed: pass only the first, or a number of samples."
+            )
+        if self.micro_batch_size is not None and not self.is_auto:
             count = check_count(
                 "micro_batch_size", self.micro_batch_size, "It is what fits into the memory of one worker."
             )
@@ -51,6 +56,16 @@ class BatchOptions:
                 )
 
         refuse_text(deterministic=self.deterministic)
+
+    @property
+    def is_auto(self) -> bool:
+        """True if the batches that a worker processes at once are halved when a worker runs out of memory."""
+        return self.micro_batch_size == "auto"
+
+    @property
+    def cap(self) -> int | None:
+        """Maximum number of samples that a worker processes at once, if the user has chosen one."""
+        return None if self.micro_batch_size == "auto" else self.micro_batch_size
 
     @property
     def is_global(self) -> bool:
@@ -88,7 +103,7 @@ class BatchOptions:
         """
         if not self.split_batches or not is_integer(size):
             return size
-        return min(-(-size // num_workers), self.micro_batch_size or size)
+        return min(-(-size // num_workers), self.cap or size)
 
     def refuse_with(self, obstacles: Iterable[tuple[bool, str, str]]) -> None:
         """Raise an error if these options fix the size of the global batch, but the library cannot split such batches.

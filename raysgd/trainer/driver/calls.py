@@ -160,6 +160,7 @@ class TrainerCalls:
         record = self._begin("train", of_fit)
         life, comparisons = self.life, self._comparisons
         runner, controller, listeners = life.framework.runner_cls, life.controller, life.listeners
+        largest = life.largest_batch
         number = cache(lambda: controller.num_calls)  # `cache`, so that all attempts of this call use the same number
         attempts = count(1)
 
@@ -168,6 +169,8 @@ class TrainerCalls:
             assert call is not None, "a call that runs is referred to"
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
             of_attempt = replace(options, compares_ranks=compares, call_number=number(), attempt=next(attempts))
+            if largest is not None:
+                of_attempt = replace(of_attempt, largest_batch=largest.for_group(controller.ensure_group().workers))
             arguments = self.requests("train", of_attempt, dataset, worlds)
             if leaves is not None and controller.ensure_group().is_driver_only:  # no other thread watches `leaves`
                 request, *shard = arguments[0]
@@ -200,6 +203,7 @@ class TrainerCalls:
                 is_short=True,
                 is_repeatable=dataset is None,
                 leaves=leaves if is_held else None,
+                split=None if largest is None else largest.split,
             )
             # The call refers to `requests`, which uses `weak_call`. With a strong reference, this would be a cycle, and
             # the cycle would keep the trainer alive after the program drops it.
@@ -220,6 +224,8 @@ class TrainerCalls:
                 life.sharing.note_position("train", dataset, answers[0].place)
             listeners.tell_end("train", options, answers[0])
         life.recorder.trained = answers[0].epoch_idx + 1
+        if largest is not None:
+            largest.learn(answers[0].largest_batch)
         result = life.framework.merged(answers, reduce_results)
         self._warn_of_nan(result)
         return record(result)

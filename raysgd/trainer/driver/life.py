@@ -41,6 +41,7 @@ from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.trainer.driver.changes import naming_config_entries
+from raysgd.trainer.driver.largest_batch import LargestBatch
 from raysgd.trainer.driver.leaving import answer_signal
 from raysgd.trainer.driver.listeners import ProgressListeners
 from raysgd.trainer.driver.saving import Content, FileSaves
@@ -374,6 +375,7 @@ class TrainerLife:
         fit_progress: Progress of an earlier process's `fit`, from which the next `fit` continues. Usually None.
         begun_epoch: Epoch that the last `fit` left unfinished. The next `fit` continues it if the state has not changed
             since.
+        largest_batch: How many samples a worker processes at once. None without `micro_batch_size="auto"`.
     """
 
     def __init__(
@@ -403,6 +405,7 @@ class TrainerLife:
         self.note_fit: NoteProgress | None = None
         self.fit_progress: FitProgress | None = None
         self.begun_epoch: BegunEpoch | None = None
+        self.largest_batch = LargestBatch() if settings.batch_options.is_auto else None
         self._finalizer = end_with(self, self.controller.stop, force=True)
 
     def start(self) -> None:
@@ -503,9 +506,12 @@ class TrainerLife:
     def global_batch_in_words(self) -> str:
         """Description of the global batch if its size depends on the number of workers. Otherwise, an empty string.
 
-        Also empty if the batch size is unknown, or if the user requested only one worker.
+        Also empty if the batch size is unknown, or if the user requested only one worker. With
+        `micro_batch_size="auto"`, how many samples a worker processes at once, if memory has run out.
         """
         facts = self.facts
+        if self.largest_batch is not None and self.largest_batch.size is not None:
+            return f"at most {self.largest_batch.size} samples at once, because memory ran out"
         if facts.keeps_global_batch or facts.batch_size is None or self.group_settings.num_workers == 1:
             return ""
         return global_batch_in_words(self.controller.num_workers, facts.batch_size)

@@ -37,6 +37,8 @@ class EpochOptions:
         attempt: Number of the attempt at a training call, starting at 1. When the group of workers changes during the
             call, the new group starts the next attempt.
         hold_at: Number of steps of a training call after which all ranks pause the call, or None for no pause.
+        largest_batch: Number of samples that a worker processes at once in training, found by
+            `micro_batch_size="auto"`. None to leave it unchanged.
         is_inside: True for a validation in the middle of an epoch, which must not affect random numbers and metrics in
             the rest of the epoch.
     """
@@ -50,6 +52,7 @@ class EpochOptions:
     attempt: int = field(default=0, kw_only=True)
     hold_at: int | None = field(default=None, kw_only=True)
     is_inside: bool = field(default=False, kw_only=True)
+    largest_batch: int | None = field(default=None, kw_only=True)
 
     def with_seed(self, seed: int) -> EpochRequest:
         """Return the request to send to workers that use this seed."""
@@ -92,6 +95,7 @@ class EpochAnswer:
         num_used: Number of samples that all ranks together have trained on in the call. If the call spans several
             passes over the data, only the samples of the last pass count.
         call_number: Number of the training call that the worker has answered.
+        largest_batch: Number of samples that the worker processes at once. See `EpochOptions`.
     """
 
     metrics: MetricSummary | None
@@ -105,6 +109,7 @@ class EpochAnswer:
     num_inherited: float = 0
     num_used: int = 0
     call_number: int = 0
+    largest_batch: int | None = None
 
 
 INHERITED = "inherited_samples"

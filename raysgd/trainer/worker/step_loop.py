@@ -177,6 +177,9 @@ class StepParts:
         """
         return self.is_whole
 
+    def check_memory(self, error: BaseException) -> None:
+        """After an error, raise `StepLacksMemory` if memory ran out in a step that the ranks can repeat."""
+
     def may_be_parted(self, error: BaseException) -> bool:
         """Return True if an error may have been raised because ranks ran different collective operations."""
         return False

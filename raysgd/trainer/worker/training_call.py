@@ -160,6 +160,7 @@ class TrainingCall:
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
         except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
+            parts.check_memory(error)  # if it raises, `suspend` undoes the step, when the error has freed its memory
             if parts.can_restore(error, is_alone):
                 parts.restore()
             elif is_alone and cursor is feed.train_cursor:
@@ -264,6 +265,7 @@ class TrainingCall:
             joint_work=parts.joint_work,
             num_used=num_used,
             weight_sums=hosted.weight_sums() if request.compares_ranks else None,
+            largest_batch=hosted.feed.largest_batch,
         )
         self.answer, self.progress = answer, replace(self.progress, is_finished=True)
         parts.end_call()

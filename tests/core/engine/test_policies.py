@@ -396,6 +396,15 @@ def test_a_report_without_failures_cannot_be_classified() -> None:
         classify(report(None, None))
 
 
+@pytest.mark.parametrize("kind", ["user", "memory"])
+def test_a_process_that_ran_out_of_memory_and_lives_was_not_killed(kind: FailureKind) -> None:
+    lack = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    found = classify(
+        GroupReport((Failed(0, Failure("disconnected", fault(0))), Failed(1, Failure(kind, fault(1, lack)))))
+    )
+    assert (found.kind, words(found)) == (kind, f"rank 1 raised OutOfMemoryError: {lack}")
+
+
 def test_an_exception_beside_a_death_is_told_with_it() -> None:
     outcomes = [
         Failed(0, Failure("user", fault(0, ValueError("bad\nbatch")))),

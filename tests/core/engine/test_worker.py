@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.types import Failure, HeldAtStep, Rendezvous, StateHandover, World
+from raysgd.core.engine.shared.types import Failure, HeldAtStep, Rendezvous, StateHandover, StepLacksMemory, World
 from raysgd.core.engine.worker import WorkerFailed, WorkerProcess, _HostedProcess
 from raysgd.core.text.faults import describe_fault
 from tests.helpers.fakes import CountingReplica, NullConnection, SteppingReplica, meeting, walk, walk_on
@@ -154,6 +154,24 @@ def test_a_new_group_that_breaks_while_it_is_formed_is_a_lost_connection_and_fre
         worker.regroup(World(rank=2, size=4), MEETING, StateHandover())
     assert (caught.value.failure.kind, caught.value.failure.fault.rank) == ("disconnected", 2)
     assert diary.steps[-1] == "interrupt"
+
+
+def test_a_rank_that_lacks_memory_says_what_it_can_process_and_frees_the_others_and_what_the_error_refers_to() -> None:
+    worker, diary = hosted(SECOND)
+    error = MemoryError("full")
+
+    def lack(replica: Any) -> None:
+        try:
+            raise error
+        except MemoryError:
+            raise StepLacksMemory(4) from error
+
+    with pytest.raises(WorkerFailed) as caught:
+        worker.on_replica(lack, False, None)
+    failure = caught.value.failure
+    assert (failure.kind, failure.largest_batch, failure.fault.type_name) == ("memory", 4, "MemoryError")
+    assert diary.steps[-1] == "interrupt"
+    assert error.__traceback__ is None
 
 
 def test_in_a_process_of_its_own_it_answers_that_a_connection_is_lost_and_raises_what_else_goes_wrong(

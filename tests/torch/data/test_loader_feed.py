@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.arrays.division import Division
 from raysgd.streams.source import stream_data
+from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
@@ -230,6 +231,16 @@ def test_a_call_over_batches_that_the_driver_deals_cannot_go_on_in_them() -> Non
     stream = feed.training(request)
     assert feed.obstacle_of_call(stream) == "the data of this call are not sharded by the library"
     assert not feed.is_divided(stream)
+
+
+def test_smaller_batches_begin_with_the_next_sample() -> None:
+    loader, rule = DataLoader(range(12), batch_size=4), GlobalBatchRule()  # type: ignore[arg-type]
+    data = {"train": shard_loader(loader, rank=0, world_size=1, training=True, rule=rule)}
+    feed = TorchFeed(data.get, Strategy(), 1, rule=rule)
+    assert take(feed, 1) == [0, 1, 2, 3]
+    loop = StepLoop(feed.training(replace(REQUEST, largest_batch=2)), StepParts(feed, Leg()), None)
+    assert [batch.tolist() for batch in loop.batches()] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    assert feed.largest_batch == 2
 
 
 def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:

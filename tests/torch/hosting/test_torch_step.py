@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES
-from raysgd.core.engine.shared.types import World
+from raysgd.core.engine.shared.types import StepLacksMemory, World
 from raysgd.operators import GANOperator
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting import torch_step
@@ -203,3 +203,53 @@ def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     parts.note_restored()
     assert parts.is_whole
     assert parts.waiting_parameters() == list(operator.part.parameters())
+
+
+LACK = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def size_after(parts: TorchParts, error: BaseException = LACK) -> Any:
+    """What the ranks can process at once after an error, or "raised" if the error is raised as it is."""
+    try:
+        parts.check_memory(error)
+    except StepLacksMemory as lack:
+        return lack.largest_batch
+    return "raised"
+
+
+@pytest.mark.parametrize(("num_samples", "size"), [(8, 4), (5, 3), (2, 1), (1, "raised"), (0, "raised")])
+def test_a_batch_that_lacks_memory_is_halved(num_samples: int, size: Any) -> None:
+    parts = parts_of(Plain())
+    parts.open(BETWEEN_BATCHES._replace(num_samples=num_samples), None)
+    assert size_after(parts) == "raised", "nobody has asked for it"
+    parts.splits = True
+    parts.open(BETWEEN_BATCHES._replace(num_samples=num_samples), None)
+    assert size_after(parts) == size
+    assert size_after(parts, ValueError("no lack")) == "raised"
+    assert size_after(parts, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")) == size
+
+
+def test_in_a_step_of_an_optimizer_the_state_of_another_rank_is_tried_once() -> None:
+    operator = Plain()
+    parts = parts_of(operator)
+    parts.splits = True
+    for _ in range(2):
+        parts.open(BETWEEN_BATCHES._replace(num_samples=8), None)
+        operator.compute()
+        operator.sgd.step()
+        assert size_after(parts) is None
+        assert size_after(parts) == "raised"
+        parts.commit(has_step=True)
+
+
+def test_copies_that_lack_memory_are_a_reason_for_smaller_batches() -> None:
+    operator = SaysSo()
+    parts = parts_of(operator)
+    parts.splits = True
+    operator.part.weight.data = torch.zeros(1, 1).expand(2**30, 2**30)
+    with pytest.raises(RuntimeError, match="memory") as caught:
+        parts.open(BETWEEN_BATCHES._replace(num_samples=8), None)
+    assert size_after(parts, caught.value) == 4
+    assert parts.is_whole
+    parts.open(BETWEEN_BATCHES._replace(num_samples=1), None)
+    assert parts.undo.mode == "off"

@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.objects.precision import Precision, make_precision
+from raysgd.torch.operator.registrar import compile_options
+from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.step.steps import OptimizerSteps
+from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 from tests.torch.operators_for_tests import CPU, Bare, LinearOperator, a_model, an_optimizer, make
 
@@ -219,3 +222,21 @@ def test_what_stock_code_acts_on_says_which_optimizer_a_call_is_for_until_it_is_
     assert steps.registered(None) == []
     with pytest.raises(ValueError, match="2 optimizers are registered"):
         steps.chosen("optimizer_step", None)
+
+
+@pytest.mark.parametrize(
+    ("compiles", "splits", "num_workers", "options"),
+    [
+        (False, True, 2, None),
+        (True, True, 2, {"dynamic": True}),
+        (True, False, 2, {}),
+        (True, True, 1, {}),
+        ({"mode": "max-autotune", "dynamic": False}, True, 2, {"mode": "max-autotune", "dynamic": False}),
+    ],
+)
+def test_models_whose_shares_may_grow_are_compiled_for_all_sizes(
+    compiles: Any, splits: bool, num_workers: int, options: Any
+) -> None:
+    chosen = {"step_options": StepOptions(compile=compiles), "batch_options": BatchOptions(splits)}
+    settings = TorchSettings(LinearOperator, {}, **chosen)
+    assert compile_options(OperatorContext(settings, World(0, num_workers), torch.device("cpu"))) == options

@@ -19,6 +19,8 @@ CONSTANT = {"split_batches": True}
         ({"split_batches": "constant"}, "`split_batches='constant'`: allowed are True and False"),
         ({"split_batches": None}, "`split_batches=None`: allowed are True and False"),
         ({"micro_batch_size": 4}, "splits only a constant global batch"),
+        ({"micro_batch_size": "auto"}, "divides the batches of `split_batches=True` without `deterministic=True`"),
+        ({"micro_batch_size": "auto", "deterministic": True}, "whose shards are fixed: pass only the first"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -49,3 +51,4 @@ def test_predictions_take_what_a_worker_takes() -> None:
     assert BatchOptions().of_worker(18, 4) == 18
     assert BatchOptions(True).of_worker(18, 4) == 5
     assert BatchOptions(True, 3).of_worker(18, 4) == 3
+    assert BatchOptions(True, "auto").of_worker(18, 4) == 5

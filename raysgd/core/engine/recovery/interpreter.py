@@ -477,7 +477,7 @@ class Interpreter:
 
     def _num_awaited(self, change: Change) -> int:
         """Return for how many members a change waits, beside `min_workers`."""
-        if change.has_regrouped or change.why is Why.GROW:
+        if change.has_regrouped or change.why in (Why.GROW, Why.SPLIT):
             return 0
         if change.why in (Why.MEMORY, Why.DRAIN):
             return self._scaling.max_workers
@@ -503,7 +503,9 @@ class Interpreter:
             if change.why is not Why.EVACUATE:
                 lifecycle.hooks.on_change(group)
                 is_smaller = change.why is Why.FAILURE and len(group) < self._scaling.max_workers
-                current.shrank_at = state.source.progress if is_smaller and lifecycle.resizing.minds_memory else None
+                if change.why is not Why.SPLIT:  # even batches of one sample may lack memory in the smaller group
+                    minds_memory = is_smaller and lifecycle.resizing.minds_memory
+                    current.shrank_at = state.source.progress if minds_memory else None
                 lifecycle.owe_spares()
             return states.Formed(current.incident.moves_rank_0(group.infos[0]))
         diagnosis = classify(report)

@@ -223,6 +223,8 @@ def _after_failure(failed: CallFailed, known: Known) -> Step:
         if not known.keeps_alike or known.is_driver_only:
             return _raise_and_keep(Raise(End.USER_ERROR), known)
         return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
+    if failed.kind == "memory" and known.continues and known.can_continue:  # batches of one sample are a user error
+        return Step(Settling(Change(Why.SPLIT, failed, known.members)))
     if not is_user and known.continues and known.can_continue and known.num_retries > 0:
         return Step(Settling(Change(Why.FAILURE, failed, known.members)))
     return _restart_after_failure(known)
@@ -289,7 +291,7 @@ def _cannot_continue(change: Change, members: Members, known: Known, *, is_failu
             step = _follow(plan, replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
         case Change(plan=Restart() as plan):
             step = _start_others(plan, known)
-        case Change(Why.FAILURE):
+        case Change(Why.FAILURE | Why.SPLIT):
             step = _restart_after_failure(known)
         case _:
             plan = Restart("restored" if is_failure or change.expected - members else KINDS[change.why])

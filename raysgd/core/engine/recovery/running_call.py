@@ -15,7 +15,7 @@ from raysgd.core.engine.recovery.incident import Incident
 from raysgd.core.engine.recovery.states import CallFailed, CallRefused, End, Members, Paused
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed
-from raysgd.core.engine.shared.types import Answered, GroupReport, HeldAtStep
+from raysgd.core.engine.shared.types import Answered, Failed, GroupReport, HeldAtStep
 from raysgd.exceptions import RanksDifferError
 
 logger = logging.getLogger(__name__)
@@ -156,6 +156,10 @@ class RunningCall:
             each.rank: each.value.value if isinstance(each, Answered) else each.failure for each in report.outcomes
         }
         incident.divergence = call.divergence(answers)
+        workers, failed = lifecycle.running.workers, [each for each in report.outcomes if isinstance(each, Failed)]
+        sizes = {workers[o.rank]: o.failure.largest_batch for o in failed if o.failure.largest_batch is not None}
+        if sizes and call.split is not None:
+            call.split(sizes)
         incident.lacks_memory = not incident.divergence and self._lacks_memory(diagnosis)
         if incident.lacks_memory:
             lifecycle.note_short_of_memory()

@@ -101,6 +101,7 @@ class Why(Enum):
 
     FAILURE = auto()  # ranks were lost in a call, which then resumes; may cost a retry
     MEMORY = auto()  # survivors ran out of memory in a smaller group; waits for workers without a limit
+    SPLIT = auto()  # memory ran out in a step, which all ranks repeat in smaller batches; no rank was lost; free
     DRAIN = auto()  # nodes are being removed; free
     GROW = auto()  # workers are ready to join; free
     EVACUATE = auto()  # only to copy the state to the driver: no worker joins, and one rank is enough
@@ -110,6 +111,7 @@ class Why(Enum):
 KINDS: dict[Why, EventKind] = {
     Why.FAILURE: "continued",
     Why.MEMORY: "grown",
+    Why.SPLIT: "continued",
     Why.DRAIN: "left",
     Why.GROW: "grown",
     Why.EVACUATE: "ended",

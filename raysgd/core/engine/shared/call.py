@@ -42,6 +42,8 @@ class Call:
         is_short: True if the call may be so short that the time to send it matters.
         is_repeatable: True if repeating the call later gives the same result. False for a function that reads the
             user's objects, because the user may change them before the call is repeated.
+        split: Called if memory ran out, with the number of samples that each worker that reports it can process at
+            once. The next attempt's arguments must let all ranks process smaller batches.
         leaves: Called regularly while the call runs. Once it returns True, the call ends early: all ranks stop at an
             upcoming step, and the call ends as `Left`. Only for calls that can be resumed. See ADR 140.
     """
@@ -61,6 +63,7 @@ class Call:
     is_short: bool = False
     is_repeatable: bool = True
     leaves: Callable[[], bool] | None = None
+    split: Callable[[Mapping[Any, int]], None] | None = None
 
     @property
     def can_continue(self) -> bool:

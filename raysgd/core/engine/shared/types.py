@@ -14,7 +14,7 @@ from raysgd.core.numbers.time_spent import TimeSpent
 from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.exceptions import WorkerFault
 
-FailureKind = Literal["died", "disconnected", "user"]
+FailureKind = Literal["died", "disconnected", "user", "memory"]
 LOOPBACK = "127.0.0.1"
 PORT_BITS = 16
 """An endpoint's number holds its port in this many low bits. The higher bits identify a Unix socket."""
@@ -109,18 +109,32 @@ class Failure:
     """The reason why one worker's call did not return a value.
 
     Attributes:
-        kind: "died" (the process or node died), "disconnected" (the connection to another rank was lost) or "user"
-            (user code raised an exception).
+        kind: "died" (the process or node died), "disconnected" (the connection to another rank was lost), "user" (user
+            code raised an exception) or "memory" (memory ran out in a step that the ranks can repeat).
         fault: Description of the exception.
         notes: Lines that the worker logged before the failure.
         joint_work: Record of what every rank must do in the same way in this call, such as its steps. Comparing the
             records shows where ranks diverged. None if nothing was recorded.
+        largest_batch: Number of samples that the rank can process at once, if memory ran out. None if unknown.
     """
 
     kind: FailureKind
     fault: WorkerFault
     notes: tuple[WorkerLogLine, ...] = ()
     joint_work: Any = None
+    largest_batch: int | None = None
+
+
+class StepLacksMemory(Exception):
+    """Memory ran out in a step that the ranks can undo and repeat. A replica raises this from the original error.
+
+    Attributes:
+        largest_batch: Number of samples to process at once from now on. None to repeat the step unchanged.
+    """
+
+    def __init__(self, largest_batch: int | None = None) -> None:
+        super().__init__()
+        self.largest_batch = largest_batch
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,11 @@ class DataFeed(ABC):
         train_cursor: Cursor of the registered training data. None until a call has trained on this data.
         data_of_call: The data that the user passed to the last call, or this worker's shard of that data, under "train"
             or "validation".
+        largest_batch: Number of samples that this worker processes at once, found by `micro_batch_size="auto"`. None
+            before memory ran out.
     """
+
+    largest_batch: int | None = None
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -159,6 +163,8 @@ class DataFeed(ABC):
             is_begun: Whether the call was interrupted and now continues. If the user passed data to the call, the pass
                 over this data is then already counted.
         """
+        if request.largest_batch is not None and request.largest_batch != self.largest_batch:
+            self.limit_batches(request.largest_batch)
         epoch = self.epoch
         try:
             if request.shard_key is not None:
@@ -193,6 +199,10 @@ class DataFeed(ABC):
         yield cursor
         if request.num_steps is not None:
             self._left_to_validate = cursor
+
+    def limit_batches(self, size: int) -> None:
+        """From now on, process at most `size` samples at once. Called between two steps, on all ranks."""
+        self.largest_batch = size
 
     def _cursor_of_call(self, request: EpochRequest) -> Any:
         """Return a cursor over the data that the user passed to a call.

@@ -37,6 +37,7 @@ def check_progress(epoch: Any, resume: Any) -> None:
         return
     require(isinstance(resume, Mapping), f"`resume` is a `{type(resume).__name__}`, not a dict")
     check_count("global_step", resume.get("global_step", 0))
+    check_count("largest_batch", resume.get("largest_batch", 1))
     if resume.get("position") is not None:
         _check_position(resume["position"])
 

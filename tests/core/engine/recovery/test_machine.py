@@ -62,6 +62,7 @@ NUM_KNOWN, NUM_KNOWN_IN_SOAK = 12, 300
 MOST_NODES = 300_000
 MOST_INTERRUPTS = 1
 BOTH = frozenset({0, 1})
+LACKS_OF_MEMORY = (CallFailed("user", lacks_memory=True), CallFailed("memory"))  # batches of one sample end these
 transition_of = transition
 
 
@@ -96,7 +97,7 @@ def events(node: Node) -> Iterator[Event]:
             if known.must_end:
                 yield Paused(must_end=True)
             if known.members and not node.has_paused:
-                yield from (CallFailed("user", lacks_memory=True), Paused(False))
+                yield from (CallFailed("user", lacks_memory=True), CallFailed("memory"), Paused(False))
                 if len(known.members) > 1:
                     yield Paused(False, frozenset({0}))
         case Polling(Poll.RESUME):
@@ -193,7 +194,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         known = replace(known, members=members, num_standby=0)
     if isinstance(state, Launching) and isinstance(event, Done):
         known = replace(known, members=BOTH)
-    has_paused = node.has_paused or isinstance(event, Paused) or event == CallFailed("user", lacks_memory=True)
+    has_paused = node.has_paused or isinstance(event, Paused) or event in LACKS_OF_MEMORY
     num_interrupts = node.num_interrupts + isinstance(event, Interrupted)
     return Node(following, known, has_paused, num_interrupts), wrong
 
