@@ -186,6 +186,7 @@ def test_what_shows_a_training_call_hears_of_it_while_it_runs_and_at_its_end() -
         controller=controller,
         sharing=SHARING,
         warn_of_whole_batches=lambda: None,
+        largest_batch=None,
     )
 
     class Waiting(TrainerCalls):
