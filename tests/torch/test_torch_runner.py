@@ -775,7 +775,9 @@ def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> 
 
     runner = broken_off(survivor(StepsFirst, undo=False), in_step=1)
     assert not runner.replica_progress().is_whole
-    runner._take_over(runner._hosted.state.read(), None)
+    call = runner._training
+    assert call is not None
+    runner._take_over(runner._hosted.state.read(), call.state(with_metrics=False))
     assert runner.replica_progress().is_whole
 
 
