@@ -235,9 +235,10 @@ def test_an_argument_that_is_wrong_leaves_no_process(program: Program) -> None:
 
 def test_a_name_that_another_program_has_just_taken_is_refused_as_others_are(program: Program) -> None:
     usual = program.fail("make('log', 'run')")
-    program.run("import raysgd.detached.cluster as c; usual, c._make_room = c._make_room, lambda settings: None")
+    program.run("import raysgd.detached.cluster as c; usual, calls = c._check_free, []")
+    program.run("c._check_free = lambda name: usual(name) if calls else calls.append(name)")
     found = program.fail("make('log', 'run')")  # the look at the names came too early
-    program.run("c._make_room = usual")
+    program.run("c._check_free = usual")
     message = 'ValueError: `detached="run"`: there is a trainer of this name. Go on with it by'
     assert message in usual["text"]
     assert (found["error"], message in found["text"]) == (usual["error"], True)
