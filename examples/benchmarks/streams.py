@@ -169,7 +169,6 @@ def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dic
     from raysgd.streams.lanes import NUM_LANES
     from raysgd.streams.source import stream_data
     from raysgd.torch.data.batches import TensorCollate
-    from raysgd.torch.data.sources import DrawnItem
     from raysgd.torch.parallel.ranks import RankSums
     from raysgd.torch.parallel.strategy import Strategy
 
@@ -185,7 +184,7 @@ def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dic
     data = stream_data(source.shuffle(10_000).batch(BATCH_SIZE), "train", Division, 1)
     from raysgd.streams.source import StreamSource
 
-    passes = StreamSource(data, RankSums(Strategy()), 0, TensorCollate(), DrawnItem)
+    passes = StreamSource(data, RankSums(Strategy()), 0, TensorCollate())
     state = passes.state(consumed, True)
     position = {"pass_index": 0, "consumed": consumed, "is_mid_pass": True, **state, "lanes": lanes}
     passes.load_state(position)
