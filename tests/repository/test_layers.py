@@ -261,7 +261,7 @@ def modules_of(*folders: str) -> Iterator[tuple[str, list[Import]]]:
 
 @functools.cache
 def imports_of_file(path: Path) -> list[Import]:
-    """What a module imports, or its file for type checkers names; it is read once for all rules."""
+    """Return what a module imports, or its file for type checkers names; it is read once for all rules."""
     return imports_in(path.read_text(encoding="utf-8"), module_name(path), for_types=path.suffix == ".pyi")
 
 

@@ -1,4 +1,4 @@
-"""What is known about a batch before user code sees it: how it counts, and where its step starts and ends."""
+"""Plans of batches, made before user code sees them: how a batch counts, and where its step starts and ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WHEN_TRAINED = 2
 
 
 class BatchPlan(NamedTuple):
-    """How one batch of this rank counts, and whether the optimizer steps after it.
+    """Says how one batch of this rank counts, and whether the optimizer steps after it.
 
     A global batch is the batch of all ranks together. A rank trains on its share as one batch, or splits the share into
     several micro-batches. A step of the optimizer has one global batch, or several whose gradients are accumulated.

@@ -209,7 +209,7 @@ LACK = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def size_after(parts: TorchParts, error: BaseException = LACK) -> Any:
-    """What the ranks can process at once after an error, or "raised" if the error is raised as it is."""
+    """Return what the ranks can process at once after an error, or "raised" if the error is raised as it is."""
     try:
         parts.check_memory(error)
     except StepLacksMemory as lack:

@@ -1,4 +1,4 @@
-"""How many samples a worker processes at once, as the driver keeps it."""
+"""The number of samples that a worker processes at once, as the driver keeps it."""
 
 from __future__ import annotations
 

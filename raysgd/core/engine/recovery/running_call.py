@@ -41,7 +41,7 @@ class RunningCall:
         shrank_at: Step at which survivors continued in a smaller group, with more samples per worker.
         incident: What has last befallen the group.
         report: The report of the ranks' last call. None if they may still run it.
-        error: With what the call ends, if it fails.
+        error: The error with which the call ends, if it fails.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RunningCall:
         return self.call is not _NO_CALL
 
     def note(self, reason: str = "", report: GroupReport | None = None) -> Incident:
-        """Something has befallen the group. `report` is that of the ranks' call; None if they may still run one."""
+        """Record that something has befallen the group. `report` is of the ranks' call; None if it may still run."""
         lifecycle = self._lifecycle
         self.incident = Incident(lifecycle.now(), lifecycle.num_workers, lifecycle.group, reason)
         self.report = report
@@ -128,7 +128,7 @@ class RunningCall:
         return Completed(values)
 
     def _paused(self, report: GroupReport, values: Sequence[Any]) -> Paused:
-        """All ranks stopped between two steps: the call must end early, or workers leave or join."""
+        """Say why all ranks stopped between two steps: the call must end early, or workers leave or join."""
         lifecycle, monitor, call = self._lifecycle, self._monitor, self.call
         self.note(monitor.reason, report)
         all_stopped = all(isinstance(each, HeldAtStep) for each in values)

@@ -455,7 +455,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class Known:
-    """What is known when a transition is chosen. All values are plain, and are read just before the transition.
+    """Facts by which a transition is chosen. All values are plain, and are read just before the transition.
 
     Attributes:
         in_call: True if a call is running.
@@ -521,7 +521,7 @@ class Known:
 
     @property
     def without_group(self) -> Known:
-        """What is known after the group was killed."""
+        """Return the facts after the group was killed."""
         return replace(self, members=NOBODY, only_in_workers=False)
 
     def obstacle_to_continuing(self, steps: int) -> str | None:
