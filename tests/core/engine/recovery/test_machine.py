@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.recovery import machine
+from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.machine import restart, transition
 from raysgd.core.engine.recovery.states import (
     NOBODY,
@@ -270,7 +270,7 @@ def wrong_in(seeds: range) -> set[str]:
 
 
 def following_states() -> dict[str, list[str]]:
-    """Which states follow each state in some runs, without `Finished`."""
+    """Which states follow each state in some runs, without `Finished`, in the order of the road."""
     known = Known(num_retries=1, num_left=1, num_attempts=2)
     only_state = replace(known, only_in_workers=True, is_lost=True, has_snapshot=False, can_continue=False)
     places: set[Node] = set()
@@ -279,8 +279,9 @@ def following_states() -> dict[str, list[str]]:
         for each in (known, replace(known, must_end=True), replace(known, regroups=False, renews=True), only_state):
             places |= walked(Node(Running(), each, num_interrupts=MOST_INTERRUPTS))[0]
         steps = {(node.state, after(node, event)[0].state) for node in places for event in events(node)}
-    names = sorted({(type(state).__name__, type(following).__name__) for state, following in steps})
-    arrows = [(state, following) for state, following in names if following not in (state, "Finished")]
+    names = {(type(state).__name__, type(following).__name__) for state, following in steps}
+    in_order = sorted(names, key=lambda each: [str(states.State).index(name) for name in each])
+    arrows = [(state, following) for state, following in in_order if following not in (state, "Finished")]
     return {state: [following for name, following in arrows if name == state] for state, _ in arrows}
 
 
