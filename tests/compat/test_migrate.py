@@ -782,6 +782,25 @@ def test_functions_of_several_workers_report_to_raysgd() -> None:
     assert found.has_failed
 
 
+def test_a_trainer_loads_what_it_restored_and_other_objects_restore() -> None:
+    old = """\
+    import ray.util.sgd as sgd
+    from ray.tune import Tuner
+    from ray.util.sgd.torch.ptl_operator import LightningOperator
+
+    trainer = sgd.TorchTrainer(training_operator_cls=LightningOperator)
+    trainer.restore("a.pt")  # the newest
+    self.my_trainer.restore(path)
+    grid, values = Tuner.restore("sweep"), saver.restore("b")
+    """
+    new = (
+        dedent(old)
+        .replace("trainer.restore", "trainer.load")
+        .replace("ray.util.sgd.torch.ptl_", "raysgd.torch.lightning_")
+    )
+    assert migrated(dedent(old)) == new.replace("ray.util.sgd", "raysgd")
+
+
 def test_calls_that_todays_keras_refuses_are_rewritten_or_named() -> None:
     text = """\
     import tensorflow as tf

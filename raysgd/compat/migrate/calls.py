@@ -146,7 +146,8 @@ class Calls:
         self._has_keras = "keras" in source
         self._is_distributed = "DistributedTrainableCreator" in source
         self._has_remote_trainer = False
-        self._keys = _keys_of_results(source) if _FIRST_TRAINERS.search(source) else {}
+        self._is_first = _FIRST_TRAINERS.search(source) is not None
+        self._keys = _keys_of_results(source) if self._is_first else {}
         self._with_parameters = _with_parameters(source) if "initialization_hook" in source else set()
         self.needs: set[str] = set()
 
@@ -166,6 +167,8 @@ class Calls:
             return self._of_ray(function, old, new)
         self._look_for_remote_trainer(old, names)
         if isinstance(old.func, cst.Attribute):
+            if self._is_first and _is_call_of(old, "trainer", "restore"):
+                return new.with_changes(func=new.func.with_changes(attr=cst.Name("load")))
             self._look_at_method(old, old.func)
         if self._has_keras:
             if any(_OPTIMIZERS in f".{name}" for name in names):
@@ -324,13 +327,18 @@ class Calls:
         return _with_dict(new)
 
     def _look_at_keras(self, call: cst.Call) -> None:
-        owner, _, method = (helpers.get_full_name_for_node(call.func) or "").rpartition(".")
-        if method in ("get_weights", "set_weights") and "opt" in owner.rpartition(".")[2].lower():
+        if _is_call_of(call, "opt", "get_weights", "set_weights"):
             self._tell(call, _GET_WEIGHTS, is_error=True)
-        is_save = method == "save" and "model" in owner.rpartition(".")[2].lower()
-        path = call.args[:1] if is_save else call.args[1:2] if method == "save_model" else []
+        is_function = (helpers.get_full_name_for_node(call.func) or "").endswith("save_model")
+        path = call.args[:1] if _is_call_of(call, "model", "save") else call.args[1:2] if is_function else []
         if _is_without_ending(path):
             self._tell(call, _SAVE, is_error=True)
+
+
+def _is_call_of(call: cst.Call, owner: str, *methods: str) -> bool:
+    """Return True if a call is one of these methods of an object, not of a class, whose name contains `owner`."""
+    *_, name, method = ("", "", *(helpers.get_full_name_for_node(call.func) or "").split("."))
+    return method in methods and owner in name.lower() and not name[:1].isupper()
 
 
 def _with_dict(call: cst.Call) -> cst.Call:
