@@ -413,7 +413,7 @@ class TwoLosses(Own):
 
 class TwoLossesOfOne(Own):
     words = "two backward passes of one forward pass"
-    refused = "a second backward pass of one forward pass"
+    refused = "a second `loss.backward()` after the forward passes"
 
     def step_on(self, batch: Batch) -> None:
         self.optimizer.zero_grad()
