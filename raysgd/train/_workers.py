@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -42,7 +41,6 @@ from raysgd.train.backend import BackendConfig, PlacedConnection, backend_of
 from raysgd.train.checkpoint import CheckpointTaker
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe, gather, make_objects
 from raysgd.trainer.configuration.placement import Placement
-from raysgd.trainer.driver.leaving import Leaving
 
 logger = logging.getLogger(__name__)
 
@@ -237,23 +235,10 @@ class FunctionWorkers(GroupHooks):
             self._finalizer.detach()
             controller.stop(force=patience_s <= 0)
 
-    @contextmanager
-    def listening(self, leaving: Leaving) -> Iterator[None]:
-        """Inside the block, handle signals that ask the program to end.
-
-        After such a signal, lost workers are not replaced. Enter the block after the workers have started, because Ray
-        sets its own signal handlers when it starts.
-        """
-
-        def expect_end(is_ending: bool = True) -> None:
-            if self._controller is not None:
-                self._controller.is_ending = is_ending
-
-        try:
-            with leaving.listening(expect_end):
-                yield
-        finally:
-            expect_end(False)
+    def expect_end(self, is_ending: bool) -> None:
+        """Stop replacing lost workers if the program is about to end, or replace them again, for `Leaving`."""
+        if self._controller is not None:
+            self._controller.is_ending = is_ending
 
     # ---------------------------------------------------------------------------------------------------- a function
 

@@ -259,7 +259,7 @@ class Trainer(Detachable):
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._workers.check_free()
         run_dir = self.create_run_dir()
-        with self._workers.listening(leaving):
+        with leaving.listening(self._workers.expect_end):  # after the workers start, because Ray sets handlers then
             with calls.around(run_dir, config):
                 iterator = TrainingIterator(plan.start(self._workers, self._checkpoints, run_dir, leaving=leaving))
                 with OnFailure(self._workers.abort):

@@ -1,6 +1,6 @@
 """`fit` with `max_steps` and `validate_every_n_steps`, and saves behind the training: one worker, in this process.
 
-Covers `raysgd.trainer.driver.fit_epoch`. Workers that are held and lost are in
+Covers `raysgd.trainer.driver.fit_epoch` and `raysgd.trainer.driver.fit_loop`. Workers that are held and lost are in
 `tests/torch/test_inside_epochs_integration.py`.
 """
 

@@ -236,7 +236,8 @@ class FitRun:
                 self._recorder.watch(lambda: events)
                 spec = self._workers.function_spec(self._function, make_session=partial(FitSession, facts=self._facts))
                 self._run = FunctionRun(self._workers, spec, self._shards, self._hand_over, self._leaving)
-                with self._workers.listening(self._leaving):
+                # The workers have started: Ray sets its own signal handlers when it starts.
+                with self._leaving.listening(self._workers.expect_end):
                     self._run.start()
                     while self.step(self._run):
                         pass

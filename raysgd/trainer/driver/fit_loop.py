@@ -6,9 +6,9 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.callbacks.sidecar import location as sidecar_location
 from raysgd.core import arguments as checks
+from raysgd.core.engine.shared.call import Call
 from raysgd.core.files import check_path, make_folder
 from raysgd.core.text.printable import errors_printable
 from raysgd.core.text.tracebacks import hides_library_frames
@@ -25,10 +26,11 @@ from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
 from raysgd.storage import files, open_folder
 from raysgd.storage.background_writer import SubmittedWrite
 from raysgd.storage.owner import owning
-from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
-from raysgd.trainer.driver.fit_epoch import EpochResults, EpochTraining, Pauses
+from raysgd.trainer.driver.calls import EpochLeft, TrainerCalls, epoch_options
+from raysgd.trainer.driver.fit_epoch import EpochResults, Pauses
 from raysgd.trainer.driver.fit_steps import StepReports
 from raysgd.trainer.driver.leaving import Leaving, answer_signal
+from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch, open_steps_from_data
 from raysgd.trainer.messages.epochs import VALIDATES
 
@@ -120,10 +122,10 @@ class FitRun:
 
     def __init__(self, trainer: Any, calls: TrainerCalls, options: FitOptions, left_file: str | None) -> None:
         life = self._life = calls.life
-        self._trainer, self._options, self._left_file = trainer, options, left_file
+        self._trainer, self._trainer_calls, self._options, self._left_file = trainer, calls, options, left_file
         self._leaving = Leaving(options.max_time)
         self._kept, life.fit_progress = life.fit_progress, None
-        self._begun, life.begun_epoch = life.begun_epoch, None
+        self._begun_before, life.begun_epoch = life.begun_epoch, None
         if options.epochs is not None:
             life.framework.check_fit(life, options.epochs)
         life.framework.check_dataset(life, options.dataset, training=True)
@@ -162,16 +164,17 @@ class FitRun:
         self.newest: str | None = None
         self._saved_in_epoch: list[str] = []
         self._results = EpochResults(calls, self._run, self._calls, options.validation_freq, options.validation_dataset)
-        self._training = EpochTraining(
-            calls,
-            self._run,
-            self._calls,
-            self._results,
-            self._leaving,
-            options.dataset,
-            on_left=self._reports.fetch,
-            on_paused=self._note_progress,
-        )
+        # The epoch that has been trained in part, and that the next training call continues. None between two epochs.
+        self._begun: BegunEpoch | None = None
+        # True if the workers' training state was lost, because all workers were lost or because a call was ended in the
+        # middle of a step. The driver may still have a snapshot.
+        self._is_lost = False
+        self._has_left = False  # True if the run ends inside an epoch
+        self._pauses: Pauses | None = None
+        # If this process took over the run from a previous process: the step that the previous process stored last. It
+        # is used in place of asking the workers, which may still be running a call of that process. None as soon as
+        # this process trains, and in all other runs.
+        self._known_step: int | None = None
         self._pending: int | None = None
 
     def epochs(self) -> Iterator[dict[str, Any]]:
@@ -190,9 +193,9 @@ class FitRun:
         else:
             is_new = options.resume_from is None
             if options.epochs is not None:
-                self._run.epochs = options.epochs + (self._training.epochs_done() if is_new else 0)
+                self._run.epochs = options.epochs + (self._epochs_done() if is_new else 0)
             if options.max_steps is not None:
-                self._max_step = options.max_steps + (self._training.global_step() if is_new else 0)
+                self._max_step = options.max_steps + (self._global_step() if is_new else 0)
         finds = self._left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
         if options.resume_from == AUTO and not finds:
             raise ValueError(
@@ -201,21 +204,48 @@ class FitRun:
             )
         pausing = [each for each in self._callbacks if each._pauses]
         if pausing or self._max_step is not None or options.validate_every_n_steps is not None:
-            every = options.validate_every_n_steps
-            self._training.check_pauses(pausing, max_steps=options.max_steps, validate_every_n_steps=every)
-            self._training.pauses = Pauses(pausing, every, self._max_step)
+            self._check_pauses(pausing)
+            self._pauses = Pauses(pausing, options.validate_every_n_steps, self._max_step)
         self._calls.check()
         self._reports.check()
         if options.folder is not None:
             make_folder("folder", options.folder)
         return self._epochs()
 
+    def _check_pauses(self, callbacks: Sequence[Callback]) -> None:
+        """Check that the workers can pause inside epochs.
+
+        Args:
+            callbacks: The callbacks that need pauses.
+
+        Raises:
+            ValueError: The workers cannot pause inside epochs, or have nothing to validate on there.
+        """
+        options, obstacle = self._options, self._life.facts.epoch_obstacle
+        if not self._life.framework.leaves_epochs:
+            obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
+        if options.dataset is not None:
+            obstacle = "a file does not hold the place in the `dataset` of a call"
+        if obstacle is not None:
+            names = ("max_steps", "validate_every_n_steps")
+            used = [f"`{name}`" for name in names if getattr(options, name) is not None]
+            used += [f"`{type(each).__name__}(every_n_steps=...)` and `every_minutes`" for each in callbacks[:1]]
+            raise ValueError(
+                f"{' and '.join(used)} cannot work here: {obstacle}. Leave them out, or loop over "
+                "`trainer.train(num_steps=100)`, `trainer.validate()` and `trainer.save(path)`."
+            )
+        if options.validate_every_n_steps is not None and not self._results.can_validate:
+            raise ValueError(
+                f"`validate_every_n_steps={options.validate_every_n_steps}`: there is nothing to validate on. Register "
+                "validation data in `setup`, or pass `validation_dataset`."
+            )
+
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
         leaving = self._leaving
         try:
             with (
-                leaving.listening(self._expect_end),
+                leaving.listening(partial(setattr, self._life.controller, "is_ending")),
                 self._ending_afterwards(),
                 self._owning_folders(),
                 self._reports.in_workers(),
@@ -270,37 +300,29 @@ class FitRun:
                     self._save_left()
                 raise
             self._results.finish_validation()
-            if self._training.has_left or self._leaving.is_due():
+            if self._has_left or self._leaving.is_due():
                 self._leave()
 
     def _goes_on(self) -> bool:
         """Return True if the run still has an epoch, or the rest of an epoch, to train."""
         run = self._run
-        if run.is_stopping or self._training.has_left or self._leaving.is_due() or run.epoch >= self._last_epoch:
+        if run.is_stopping or self._has_left or self._leaving.is_due() or run.epoch >= self._last_epoch:
             return False
-        return self._max_step is None or self._training.global_step() < self._max_step
+        return self._max_step is None or self._global_step() < self._max_step
 
     # ------------------------------------------------------------------------------------------------ stopped early
 
-    def _expect_end(self) -> None:
-        """Make the controller stop replacing lost workers, because the program is about to end.
-
-        The handler of a signal that ends the program, such as SIGTERM, calls this method.
-        """
-        self._life.controller.is_ending = True
-
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """After the block, let the controller replace lost workers again, and store an unfinished epoch in the trainer.
+        """After the block, store an unfinished epoch in the trainer, so that its next run can continue that epoch.
 
-        The next run of the trainer can then continue that epoch. Before the block, start to measure `max_time`.
+        Before the block, start to measure `max_time`.
         """
         self._leaving.begin()
         try:
             yield
         finally:
-            self._life.controller.is_ending = False
-            self._life.begun_epoch = None if self._training.is_lost else self._training.begun
+            self._life.begun_epoch = None if self._is_lost else self._begun
 
     def _leave(self) -> None:
         """If the run stops early, let the callbacks save the training state. If a signal came, then end the program.
@@ -310,7 +332,7 @@ class FitRun:
         """
         run, leaving = self._run, self._leaving
         is_early, is_at_end = leaving.is_due(), run.is_stopping or run.epoch >= self._last_epoch
-        if leaving.signal is None and not self._training.has_left and is_at_end:
+        if leaving.signal is None and not self._has_left and is_at_end:
             return
         self._save_left()
         if leaving.signal is not None:
@@ -324,10 +346,10 @@ class FitRun:
         Do not call `on_leave` if that state is lost and the driver has no snapshot that is newer than the last
         checkpoint.
         """
-        run, leaving, training = self._run, self._leaving, self._training
+        run, leaving = self._run, self._leaving
         is_early = leaving.is_due()
-        if not training.is_lost or training.finds_snapshot(self.newest):
-            run.step = 0 if training.begun is None else training.begun.num_steps
+        if not self._is_lost or self._finds_snapshot():
+            run.step = 0 if self._begun is None else self._begun.num_steps
             self._calls.tell("on_leave")
         newest = self.newest
         logger.log(
@@ -372,7 +394,7 @@ class FitRun:
             lost = error.__cause__ if isinstance(error, CallbackError) else error
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
-            self._training.note_loss()
+            self._is_lost, self._begun = True, None
             return None
 
     def _epoch(self) -> dict[str, Any] | None:
@@ -383,15 +405,14 @@ class FitRun:
             return None
         run.epoch += 1
         with self._life.listeners.listening(*reports.listeners, step_readers=reports.readers):
-            info = {"num_epochs": run.epochs, VALIDATES: self._results.validates}
-            trained = self._training.train(epoch_options(None, info=info))
+            trained = self._trained({"num_epochs": run.epochs, VALIDATES: self._results.validates})
             if trained is None:
                 run.epoch -= 1
                 return None
             epoch = self._results.add(trained)
-            if self._training.begun is not None:
-                epoch.row["seconds"] += self._training.begun.seconds
-            self._training.begun, run.step = None, 0
+            if self._begun is not None:
+                epoch.row["seconds"] += self._begun.seconds
+            self._begun, run.step = None, 0
             self._note_progress()
             if self._results.is_due(run.epoch) and not run.validates_beside:
                 self._results.validate(epoch)
@@ -412,6 +433,143 @@ class FitRun:
         self._note_progress()
         return epoch.row
 
+    # ------------------------------------------------------------------------------------------- inside an epoch
+
+    def _trained(self, info: Mapping[str, Any]) -> Any:
+        """Train an epoch, or the rest of an epoch, with the pauses that are due inside it.
+
+        Return the training call's result. Return None if the run stops inside the epoch.
+        """
+        can_leave, options = self._life.framework.leaves_epochs, epoch_options(None, info=info)
+        asks = self._asks if can_leave and (self._leaving.may_come or self._pauses is not None) else None
+        self._has_left = self._begun is not None and self._begun.owes_validation and not self._pause()
+        while not self._has_left:
+            hold_at, self._known_step = self._next_pause(), None
+            try:
+                return self._trainer_calls.train(
+                    replace(options, hold_at=hold_at),
+                    dataset=self._options.dataset,
+                    of_fit=True,
+                    begun=self._begun,
+                    leaves=asks,
+                )
+            except (EpochLeft, WorkersLostError) as left:
+                self._note_left(left)
+            self._has_left = self._is_lost or self._leaving.is_due() or not self._pause()
+        return None
+
+    def _asks(self) -> bool:
+        """Return True if the running epoch must stop after its current step.
+
+        It must stop if a callback asks for a pause, for example to save, or if the run must end early.
+        """
+        return self._leaving.is_due() or (self._pauses is not None and self._pauses.is_due)
+
+    def _next_pause(self) -> int | None:
+        """Return the number of batches after which the epoch must pause next. Return None if no pause is planned.
+
+        The batches are counted from the start of the epoch. Called while the workers are idle.
+        """
+        if self._pauses is None:
+            return None
+        step = self._global_step()
+        pause = self._pauses.next_after(step)
+        return None if pause is None else pause - step + (0 if self._begun is None else self._begun.num_steps)
+
+    def _pause(self) -> bool:
+        """Validate and save, if due, while the workers wait between two steps. Return False if the run stops there."""
+        begun, pauses = self._begun, self._pauses
+        if begun is None or pauses is None:  # no step of the epoch was taken yet, or the run has no pauses
+            return True
+        if begun.owes_validation:
+            self._validate(begun)
+        with self._between_epochs(begun):
+            for each in pauses.callbacks:
+                self._calls.call(each, "_on_pause", self._run, begun.global_step)
+            self._note_progress()
+        if begun.is_exhausted:  # no batches are left: continue, so that the epoch is completed
+            return not self._leaving.is_due()
+        return not (self._run.is_stopping or self._leaving.is_due() or pauses.ends_at(begun.global_step))
+
+    def _validate(self, begun: BegunEpoch) -> None:
+        """Validate while the workers wait inside an epoch, and pass the metrics to the callbacks' `on_validation`."""
+        metrics = self._results.validate_inside(begun.global_step)
+        self._begun = replace(begun, owes_validation=False)
+        if metrics is not None:
+            with self._between_epochs(begun):
+                self._calls.tell("on_validation", begun.global_step, metrics)
+
+    @contextmanager
+    def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
+        """Inside the block, show callbacks the progress of an unfinished epoch in the `run` that they receive.
+
+        Let `run.epoch` be the number of completed epochs, and `run.step` the number of batches of the unfinished epoch.
+        """
+        run = self._run
+        run.epoch, run.step = run.epoch - 1, begun.num_steps
+        try:
+            yield
+        finally:
+            run.epoch, run.step = run.epoch + 1, 0
+
+    def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
+        """Record the step at which an epoch stopped before its end.
+
+        Args:
+            left: The exception that ended the training call: an `EpochLeft` with the state of the workers, or the loss
+                of all workers.
+
+        Raises:
+            WorkersLostError: All workers were lost, and the program has received no signal that would explain the loss.
+        """
+        if isinstance(left, WorkersLostError) and self._leaving.signal is None:
+            raise left
+        self._is_lost = not isinstance(left, EpochLeft) or not left.states
+        self._begun = None
+        if isinstance(left, EpochLeft) and left.states and left.states[0].num_steps:
+            self._reports.fetch()
+            landed = self._life.controller.snapshots.landed
+            step = 0 if landed is None else self._life.framework.place_in(landed)[1]
+            begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
+            self._begun = replace(begun, owes_validation=self._owes_validation(begun))
+
+    def _owes_validation(self, begun: BegunEpoch) -> bool:
+        """Return True if `validate_every_n_steps` requires a validation at the step where the epoch paused.
+
+        Return False if that step is the epoch's last step and a validation follows the epoch anyway.
+        """
+        is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
+        return is_due and not (begun.is_exhausted and self._results.is_due(self._run.epoch))
+
+    def _finds_snapshot(self) -> bool:
+        """Return True if the last snapshot in the driver is newer than the last checkpoint file.
+
+        Return False if the run has completed an epoch since the snapshot. Called after the workers' training state was
+        lost. A snapshot is a copy of the training state that the workers sent to the driver. If the snapshot was taken
+        inside an epoch, set `_begun` to that epoch.
+        """
+        landed = self._life.controller.snapshots.landed
+        if landed is None:
+            return False
+        (num_epochs, global_step), progress = self._life.framework.place_in(landed), landed.progress
+        if progress is not None:
+            self._begun = BegunEpoch.of(progress, global_step=global_step)
+            num_epochs -= self._begun.is_exhausted
+        place = num_epochs, 0 if self._begun is None else self._begun.num_steps
+        return num_epochs == self._run.epoch and (self.newest is None or place > place_of(self.newest))
+
+    def _global_step(self) -> int:
+        """Return how many batches each worker has trained on over all epochs. Called while workers are idle."""
+        if self._known_step is not None:
+            return self._known_step
+        step: list[int] = self._life.controller.run(Call(replica_calls.global_step, rank=0))
+        return step[0]
+
+    def _epochs_done(self) -> int:
+        """Return how many epochs the workers have completed. Called while workers are idle."""
+        done: list[int] = self._life.controller.run(Call(replica_calls.epochs_done, rank=0))
+        return done[0]
+
     # ------------------------------------------------------------------------------------------- saved and resumed
 
     def _save(self, location: str) -> None:
@@ -422,8 +580,10 @@ class FitRun:
         Args:
             location: Path or URI of the checkpoint.
         """
-        began, step, lost = time.perf_counter(), None, self._training.left_snapshot
-        if lost is not None:
+        began, step = time.perf_counter(), None
+        if self._is_lost:
+            lost = self._life.controller.snapshots.landed
+            assert lost is not None, "it was found"
             self._life.saves.write(location, self._life.framework.content_of(lost))
             step = self._life.framework.place_in(lost)[1]
         else:
@@ -487,16 +647,16 @@ class FitRun:
         current = self._results.current
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
-        begun = None if self._training.begun is None else self._training.begun.as_data()
+        begun = None if self._begun is None else self._begun.as_data()
         states = self._calls.states()
-        open_steps = self._reports.open_steps() if with_open_steps and not self._training.is_lost else None
+        open_steps = self._reports.open_steps() if with_open_steps and not self._is_lost else None
         return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, open_steps, self._max_step)
 
     def _note_progress(self) -> None:
         """In a detached trainer, which outlives the program that created it, store the run's progress."""
         run, note = self._run, self._life.note_fit
         if note is not None:
-            step = None if self._training.pauses is None else self._training.global_step()
+            step = None if self._pauses is None else self._global_step()
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     @errors_printable()
@@ -505,7 +665,7 @@ class FitRun:
             # This process took over a run from another process. The workers may already be training the next epoch, so
             # do not call them.
             self._take_over(self._kept[0])
-            self._run.epoch, self._training.known_step = self._kept[0].epoch, self._kept[2]
+            self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
         else:
             resume_from = self._options.resume_from
             location = None if resume_from is None else str(resume_from)
@@ -524,11 +684,9 @@ class FitRun:
                     )
                 else:
                     self._take_over(sidecar, location)
-            elif self._begun is not None and self._begun.global_step == self._training.global_step():
-                self._training.go_on_inside(self._begun)
-            self._run.epoch = self._training.epochs_done() - (
-                self._training.begun is not None and self._training.begun.is_exhausted
-            )
+            elif self._begun_before is not None and self._begun_before.global_step == self._global_step():
+                self._go_on_inside(self._begun_before)
+            self._run.epoch = self._epochs_done() - (self._begun is not None and self._begun.is_exhausted)
             if location is not None:
                 if resume_from == AUTO:  # otherwise the program itself names the file
                     logger.warning("resumed from `%s`, which has %d epochs", location, self._run.epoch)
@@ -539,7 +697,7 @@ class FitRun:
     def _warn_if_complete(self, location: str) -> None:
         counts = [("epochs", "epochs", self._run.epoch, self._run.epochs)]
         if self._max_step is not None:
-            counts.append(("steps", "max_steps", self._training.global_step(), self._max_step))
+            counts.append(("steps", "max_steps", self._global_step(), self._max_step))
         for counted, argument, done, total in counts:
             if total is not None and done >= total:
                 logger.warning(
@@ -567,6 +725,11 @@ class FitRun:
         self.history.take_over(sidecar.history)
         self._pending = sidecar.pending
         if begun is not None:
-            self._training.go_on_inside(begun)
+            self._go_on_inside(begun)
         if location is not None:
             self._reports.go_on_from(open_steps)
+
+    def _go_on_inside(self, begun: BegunEpoch) -> None:
+        """Let the run continue with the rest of an epoch that an earlier run left unfinished."""
+        self._begun = begun
+        self._run.step, self._run._global_step = begun.num_steps, begun.global_step

@@ -53,7 +53,7 @@ class Leaving:
         self._slowest_save_s: float | None = None
         self._came_at = 0.0
         self._before: dict[int, Any] = {}
-        self._tell: Callable[[], None] = lambda: None
+        self._expect_end: Callable[[bool], None] = lambda is_ending: None
         self.signal: int | None = None
 
     def begin(self) -> None:
@@ -95,7 +95,7 @@ class Leaving:
         return time.monotonic() - self._came_at
 
     @contextmanager
-    def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def listening(self, expect_end: Callable[[bool], None] = lambda is_ending: None) -> Iterator[None]:
         """Inside the block, handle the signals that ask the program to end. Afterward, restore the old handlers.
 
         The first signal only sets flags. Another signal, more than a second later, immediately raises the exception
@@ -103,15 +103,16 @@ class Leaving:
         example outside the main thread, do nothing.
 
         Args:
-            tell: Function that the signal handler calls. It must do nothing but set flags, because a signal can
-                interrupt the program anywhere.
+            expect_end: Function that the signal handler calls with True, so that no lost worker is replaced. It
+                must do nothing but set flags, because a signal can interrupt the program anywhere. It is called with
+                False after the block.
         """
         obstacle = _obstacle()
         if obstacle is not None:
             logger.debug("the run does not listen to signals: it is in %s", obstacle)
             yield
             return
-        self._tell = tell
+        self._expect_end = expect_end
         for number in SIGNALS:
             before = signal.getsignal(number)
             if before not in (None, signal.SIG_IGN):  # None: a handler written in C, such as that of `faulthandler`
@@ -122,12 +123,13 @@ class Leaving:
             for noted, before in self._before.items():
                 if signal.getsignal(noted) == self._note:  # if not, the user's program has set another handler: keep it
                     signal.signal(noted, before)
+            expect_end(False)
 
     def _note(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._came_at = number, now
-            self._tell()
+            self._expect_end(True)
         elif now > self._came_at + _SAME_S:
             signal.signal(number, signal.SIG_DFL)
             raise self.error(None)
