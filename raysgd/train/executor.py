@@ -84,7 +84,64 @@ class RunPlan:
         return run
 
 
-class BackendExecutor:
+class RunsFunctions:
+    """Base class of `Trainer` and `BackendExecutor`: workers that run functions, and the checkpoints of the functions.
+
+    Args:
+        config: Configures how the workers are connected.
+        scaling: The number of workers, and their resources.
+        max_retries: See `restarts_allowed`.
+        heartbeat_s: A worker process that does not respond for this many seconds counts as lost.
+        placement: On which nodes the workers run, and in which environment.
+    """
+
+    def __init__(
+        self, config: BackendConfig, scaling: ScalingConfig, max_retries: int, heartbeat_s: float, placement: Placement
+    ) -> None:
+        restarts, self._checkpoints = restarts_allowed(max_retries), CheckpointManager()
+        self._workers = FunctionWorkers(
+            config, scaling, restarts, self._checkpoints, heartbeat_s=heartbeat_s, placement=placement
+        )
+
+    @property
+    def is_started(self) -> CallableFlag:
+        """True if the workers have started.
+
+        It can be read like a property or called like a method, because versions of the old library differ in this.
+        """
+        return CallableFlag(self._workers.is_started)
+
+    @property
+    def history(self) -> GroupHistory:
+        """The events of the workers since `start`, such as failures and changes in the number of workers.
+
+        Raises:
+            InactiveWorkerGroupError: There are no workers.
+        """
+        return self._workers.controller.history
+
+    @property
+    def checkpoint_manager(self) -> CheckpointManager:
+        """The `CheckpointManager` that receives and stores the checkpoints of the functions."""
+        return self._checkpoints
+
+    @property
+    def latest_checkpoint(self) -> dict[str, Any] | None:
+        """The newest checkpoint of any run, even if it was not written to disk; None if no checkpoint was saved."""
+        return self._checkpoints.latest_checkpoint
+
+    @property
+    def latest_checkpoint_dir(self) -> Path | Folder | None:
+        """The folder for the checkpoint files of the latest run; None if there was no run, or if it has no folder."""
+        return self._checkpoints.latest_checkpoint_dir
+
+    @property
+    def latest_checkpoint_path(self) -> Path | str | None:
+        """The path or URI of the newest checkpoint file of the latest run; None if the run has no file."""
+        return self._checkpoints.latest_checkpoint_path
+
+
+class BackendExecutor(RunsFunctions):
     """Keeps workers alive and runs functions on them, one at a time.
 
     Args:
@@ -98,9 +155,6 @@ class BackendExecutor:
             counts from 1 again. Workers that die while starting also count.
         resize_interval_s: Seconds between two searches for free resources, if a run has fewer workers than the maximum.
         heartbeat_s: A worker process that does not respond for this many seconds counts as lost.
-
-    Attributes:
-        checkpoint_manager: Receives and stores the checkpoints of the functions.
 
     Raises:
         ValueError: A number is out of range.
@@ -128,19 +182,8 @@ class BackendExecutor:
             resources_per_worker={"CPU": num_cpus_per_worker, "GPU": num_gpus_per_worker},
             elastic_resize_monitor_interval_s=resize_interval_s,
         )
-        restarts, self.checkpoint_manager = restarts_allowed(max_retries), CheckpointManager()
-        self._workers = FunctionWorkers(
-            backend_config, scaling, restarts, self.checkpoint_manager, heartbeat_s=heartbeat_s, placement=placement
-        )
+        super().__init__(backend_config, scaling, max_retries, heartbeat_s, placement)
         self._run: FunctionRun | None = None
-
-    @property
-    def is_started(self) -> CallableFlag:
-        """True if the workers have started.
-
-        It can be read like a property or called like a method, because versions of the old library differ in this.
-        """
-        return CallableFlag(self._workers.is_started)
 
     def start(
         self,
@@ -203,7 +246,7 @@ class BackendExecutor:
             TypeError: An argument has the wrong type.
         """
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self._run = plan.start(self._workers, self.checkpoint_manager, run_dir, latest_checkpoint_id)
+        self._run = plan.start(self._workers, self._checkpoints, run_dir, latest_checkpoint_id)
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Return the metrics of all workers at their next report, or None if all functions have finished."""
@@ -222,7 +265,7 @@ class BackendExecutor:
             return [TrainingResult(step.kind, run.decoded(data)) for data in step.data]
         saved: list[dict[str, Any]] = [{} for _ in step.data]
         if step.checkpoint_ref is not None:
-            saved[step.source] = self.checkpoint_manager.latest_checkpoint or {}
+            saved[step.source] = self._checkpoints.latest_checkpoint or {}
         return [TrainingResult(step.kind, content) for content in saved]
 
     def pause_reporting(self) -> None:
@@ -288,16 +331,6 @@ class BackendExecutor:
     def _get_num_failures(self) -> int:
         return self._workers.budget.num_spent + self._workers.budget.num_refused
 
-    @property
-    def history(self) -> GroupHistory:
-        """The history of the workers since `start`, with events such as failures and resizes."""
-        return self._workers.controller.history
-
-    @property
-    def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of any run; None if no checkpoint was saved."""
-        return self.checkpoint_manager.latest_checkpoint
-
     def get_latest_checkpoint(self) -> dict[str, Any] | None:
         """Return the newest checkpoint of any run, or None if no checkpoint was saved."""
         return self.latest_checkpoint
@@ -308,17 +341,7 @@ class BackendExecutor:
 
         Before a run's first checkpoint, this is the number from which the run continues counting, or 0.
         """
-        return self.checkpoint_manager.latest_checkpoint_id
-
-    @property
-    def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder for the checkpoint files of the latest run; None if the run has no folder."""
-        return self.checkpoint_manager.latest_checkpoint_dir
-
-    @property
-    def latest_checkpoint_path(self) -> Path | str | None:
-        """The path or URI of the newest checkpoint file of the latest run; None if the run has no file."""
-        return self.checkpoint_manager.latest_checkpoint_path
+        return self._checkpoints.latest_checkpoint_id
 
 
 def restarts_allowed(max_retries: int) -> float:

@@ -24,7 +24,7 @@ from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_amo
 from raysgd.compat.names import MOVED, former_names
 from raysgd.core.arguments import check_hook, check_seconds, is_integer, refuse_unknown
 from raysgd.core.cluster.ray_cluster import gpus_of_nodes
-from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
+from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.files import check_path
 from raysgd.core.synonyms import callback_instead_of
 from raysgd.core.text.tracebacks import hide_library_frames
@@ -35,17 +35,15 @@ from raysgd.storage.opening import make_new
 from raysgd.train import constants
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._worker.shards import check_dataset
-from raysgd.train._workers import FunctionWorkers
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, as_place, load_checkpoint
+from raysgd.train.checkpoint import CheckpointStrategy, as_place, load_checkpoint
 from raysgd.train.constants import (
     ALL_RESERVED_KEYS,
     BASIC_AUTOFILLED_KEYS,
     DETAILED_AUTOFILLED_KEYS,
-    TRAIN_CHECKPOINT_SUBDIR,
 )
-from raysgd.train.executor import CallableFlag, RunPlan, restarts_allowed
+from raysgd.train.executor import RunPlan, RunsFunctions
 from raysgd.train.utils import construct_path, without_arguments
 from raysgd.train.worker_group import WorkerHandle
 from raysgd.trainer.configuration.placement import Placement
@@ -59,6 +57,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_NOT_OF_TRIALS = {"backend", "logdir", "max_retries", "spare_workers", "detached", "unknown", "return"}
 _RESERVED = ALL_RESERVED_KEYS | BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS
 _OBSTACLE = (
     "`run.stop` cannot end a run of `raysgd.train.Trainer`: the function decides when it returns. Let it return, or "
@@ -67,7 +66,7 @@ _OBSTACLE = (
 
 
 @hide_library_frames
-class Trainer(Detachable):
+class Trainer(RunsFunctions, Detachable):
     """Runs training functions on several workers, which stay alive from `start` to `shutdown`.
 
     Args:
@@ -138,7 +137,8 @@ class Trainer(Detachable):
         detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
+        given, names = locals(), Trainer.__init__.__annotations__
+        refuse_unknown("Trainer", unknown, names)
         if logdir is not None:
             check_logdir(logdir)
         if not is_integer(max_retries):
@@ -157,23 +157,9 @@ class Trainer(Detachable):
         ).with_gpus_chosen(self._config.view_of_driver())
         placement = Placement(scaling.additional_resources_per_worker, None, placement_strategy, runtime_env)
         self._use_gpu = scaling.use_gpu
-        restarts, self._checkpoints = restarts_allowed(max_retries), CheckpointManager()
-        self._workers = FunctionWorkers(
-            self._config, scaling, restarts, self._checkpoints, heartbeat_s=heartbeat_s, placement=placement
-        )
-        self._make_alike = partial(
-            Trainer,
-            self._config,
-            num_workers,
-            use_gpu,
-            dict(resources),
-            accelerator_type=accelerator_type,
-            placement_strategy=placement_strategy,
-            runtime_env=runtime_env,
-            elastic=elastic,
-            resize_interval_s=resize_interval_s,
-            heartbeat_s=heartbeat_s,
-        )
+        super().__init__(self._config, scaling, max_retries, heartbeat_s, placement)
+        options = {name: given[name] for name in names.keys() - _NOT_OF_TRIALS}
+        self._make_alike = partial(Trainer, self._config, **options)
         self._bundles = [{"CPU": 1.0}, *[self._workers.spec.resources.bundle()] * self._workers.max_workers]
         self._strategy = "PACK" if self._workers.spec.packs else "SPREAD"
         self.logdir: Path | Folder = self.create_logdir(logdir)
@@ -201,20 +187,6 @@ class Trainer(Detachable):
     def shutdown(self) -> None:
         """Stop the workers. You can start new workers with `start` later."""
         self._workers.stop()
-
-    @property
-    def is_started(self) -> CallableFlag:
-        """True if the workers have started."""
-        return CallableFlag(self._workers.is_started)
-
-    @property
-    def history(self) -> GroupHistory:
-        """The events of the workers since `start`, such as failures and changes in the number of workers.
-
-        Raises:
-            InactiveWorkerGroupError: There are no workers.
-        """
-        return self._workers.controller.history
 
     def run(
         self,
@@ -341,26 +313,6 @@ class Trainer(Detachable):
         self._num_runs, run_dir = make_run_dir(self.logdir, self._num_runs + 1)
         self.latest_run_dir = run_dir
         return run_dir
-
-    @property
-    def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder that holds the latest run's checkpoints; None before the first run."""
-        return self.latest_run_dir / TRAIN_CHECKPOINT_SUBDIR if self.latest_run_dir is not None else None
-
-    @property
-    def checkpoint_manager(self) -> CheckpointManager:
-        """The `CheckpointManager` that receives and stores the checkpoints of this trainer's runs."""
-        return self._checkpoints
-
-    @property
-    def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of any run, even if it was not written to disk; None if no checkpoint was saved."""
-        return self._checkpoints.latest_checkpoint
-
-    @property
-    def latest_checkpoint_path(self) -> Path | str | None:
-        """The path or URI of the latest run's newest checkpoint file; None if the run has no file."""
-        return self._checkpoints.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
