@@ -21,10 +21,9 @@ from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.exceptions import RemovedNameError
 from raysgd.storage import files
 from raysgd.torch.checkpoints import divided_state
-from raysgd.torch.driver import arguments, partial_loading, saving
+from raysgd.torch.driver import arguments, saving
 from raysgd.torch.driver.framework import TorchFramework, step_schedulers
-from raysgd.torch.driver.partial_loading import LoadReport
-from raysgd.torch.driver.saving import FileFormat
+from raysgd.torch.driver.saving import FileFormat, LoadReport
 from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
@@ -370,9 +369,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(weights_only=weights_only)
-        chosen = partial_loading.checked_parts(parts, strict)
-        life = self._life
-        return saving.load(checkpoint, weights_only, chosen, strict, life.controller, life.saves, life.snapshot)
+        return saving.load(self._life, checkpoint, weights_only, saving.checked_parts(parts, strict), strict)
 
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` of every registered scheduler, as `ReduceLROnPlateau` requires.
