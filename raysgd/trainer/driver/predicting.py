@@ -55,8 +55,10 @@ def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int,
     return max(1, min(wanted, fitting, _MOST_BATCHES))
 
 
-class PredictionRounds:
-    """Runs one call to `predict` in rounds. In each round, every worker predicts some of the batches.
+def outputs_in_rounds(
+    life: TrainerLife, source: PredictionSource, info: Mapping[str, Any], has_target: bool | None, max_retries: int
+) -> Iterator[Any]:
+    """Predict in rounds, in each of which every worker predicts some of the batches. Yield the outputs in batch order.
 
     Args:
         life: The trainer's workers and settings.
@@ -65,68 +67,45 @@ class PredictionRounds:
         has_target: Whether tuple batches end with a target. None to decide by the data.
         max_retries: How many times to repeat a round after a failure.
     """
+    key, target = uuid.uuid4().hex, source.has_target if has_target is None else has_target
+    size, num_done, total = 1, 0, source.num_batches
+    known: Sequence[World] | None = None
 
-    def __init__(
-        self,
-        life: TrainerLife,
-        source: PredictionSource,
-        info: Mapping[str, Any],
-        has_target: bool | None,
-        max_retries: int,
-    ) -> None:
-        self._life, self._source, self._info, self._max_retries = life, source, info, max_retries
-        self._has_target = source.has_target if has_target is None else has_target
-        self._key = uuid.uuid4().hex
-        self._round_size = 1
-        self._num_done = 0
-        self._worlds: Sequence[World] = ()
-
-    def outputs(self) -> Iterator[Any]:
-        """Yield the output for each batch, in batch order."""
-        try:
-            while pieces := self._source.draw(self._round_size * self._life.controller.num_workers):
-                yield from self._round(pieces)
-            self._tell(self._num_done, is_done=True)
-        finally:
-            self._source.close()
-
-    def _round(self, pieces: Sequence[Any]) -> list[Any]:
-        began_at, life = time.monotonic(), self._life
-        predict = life.framework.runner_cls.predict
-        call = Call(predict, partial(self._requests, pieces), on_wait=life.listeners.on_wait)
-        answers = life.controller.run(call, max_retries=self._max_retries)
-        outputs = [output for answer in answers for output in answer]
-        num_bytes = sum(map(self._source.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
-        seconds = time.monotonic() - began_at
-        self._round_size = next_round_size(self._round_size, seconds, num_bytes, len(pieces), len(answers))
-        self._num_done += len(pieces)
-        self._tell(self._source.num_batches)
-        return outputs
-
-    def _tell(self, total: int | None, is_done: bool = False) -> None:
-        self._life.listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
-
-    def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+    def requests(pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Return the arguments for each rank in one round.
 
         In the first round, and after the group of workers has changed, include the data that every rank needs.
         """
-        is_new, self._worlds = worlds is not self._worlds, worlds
-        has_share = is_new and self._source.share is not None
-        shares = stored_once(self._life.store, [self._source.share] * len(worlds)) if has_share else None
-        requests, first = [], 0
-        is_last = self._num_done + len(pieces) == self._source.num_batches
+        nonlocal known
+        is_new, known = worlds is not known, worlds
+        shares: list[tuple[Any, ...]] = [()] * len(worlds)
+        if is_new and source.share is not None:
+            shares = [(share,) for share in stored_once(life.store, [source.share] * len(worlds))]
+        arguments, first, is_last = list[tuple[Any, ...]](), num_done, num_done + len(pieces) == total
         for rank, own in enumerate(dealt(pieces, len(worlds))):
-            work = self._source.work(own)
-            is_large = sum(map(self._source.nbytes, own)) > _LARGE_BYTES
-            done, total = self._num_done, self._source.num_batches
-            request = PredictRequest(
-                self._key, self._info, self._has_target, done + first, done, len(worlds), total, is_last
-            )
-            parts = [request, self._life.store(rank, work) if is_large else work]
-            requests.append(tuple(parts if shares is None else [*parts, shares[rank]]))
+            request = PredictRequest(key, info, target, first, num_done, len(worlds), total, is_last)
+            work, is_large = source.work(own), sum(map(source.nbytes, own)) > _LARGE_BYTES
+            arguments.append((request, life.store(rank, work) if is_large else work, *shares[rank]))
             first += len(own)
-        return requests
+        return arguments
+
+    def tell(expected: int | None, is_done: bool = False) -> None:
+        life.listeners.tell(CallProgress(num_done, expected, 0, None, None, "predict", is_done=is_done))
+
+    try:
+        while pieces := source.draw(size * life.controller.num_workers):
+            began_at = time.monotonic()
+            call = Call(life.framework.runner_cls.predict, partial(requests, pieces), on_wait=life.listeners.on_wait)
+            answers = life.controller.run(call, max_retries=max_retries)
+            outputs = [output for answer in answers for output in answer]
+            num_bytes = sum(map(source.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
+            size = next_round_size(size, time.monotonic() - began_at, num_bytes, len(pieces), len(answers))
+            num_done += len(pieces)
+            tell(total)
+            yield from outputs
+        tell(num_done, is_done=True)
+    finally:
+        source.close()
 
 
 def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:

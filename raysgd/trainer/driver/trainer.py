@@ -5,7 +5,7 @@ arguments of its methods. Other modules do the work:
 
 - `life`: `TrainerLife` starts the workers, holds the trainer's settings, and ends the workers.
 - `calls`: `TrainerCalls` trains, validates and tests.
-- `predicting`: `PredictionRounds` predicts.
+- `predicting`: `outputs_in_rounds` predicts.
 - `live_changes`: `LiveChanges` changes the config, the operator class or the callbacks of running workers.
 - `fit_loop`: `FitRun` runs `fit` and `epochs`.
 """
@@ -45,7 +45,7 @@ from raysgd.trainer.driver.detachable import Detachable
 from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.life import Framework, NoteProgress, TrainerLife
 from raysgd.trainer.driver.live_changes import LiveChanges
-from raysgd.trainer.driver.predicting import PredictionRounds, usual_batch_size
+from raysgd.trainer.driver.predicting import outputs_in_rounds, usual_batch_size
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.prediction_data import BatchRequest
 
@@ -492,7 +492,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         size = checks.check_count("batch_size", usual, "It is the number of rows in a batch.")
         asked = BatchRequest(size, batch_size is not None, feature_columns)
         source, container = self._life.framework.to_predict(data, asked)
-        outputs = PredictionRounds(self._life, source, info, has_target, max_retries).outputs()
+        outputs = outputs_in_rounds(self._life, source, info, has_target, max_retries)
         return container.stream(outputs) if streaming else container.collect(outputs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
