@@ -426,15 +426,6 @@ class FunctionRun:
                 named(sorted(left_out)),
                 min(left_out.values())[0],
             )
-        arguments = self._told_to_store(tokens, taken)
-        if not tokens:
-            return True
-        # Do not call `_watch`, which would end the program while folders are stored.
-        return all(self._call(FunctionReplica.store, arguments, may_continue=False, on_wait=self._on_wait))
-
-    def _told_to_store(
-        self, tokens: Mapping[int, int], taken: Mapping[int, Sequence[str]]
-    ) -> Callable[[Sequence[World]], list[tuple[Any, ...]]]:
         attempt = self._attempt
 
         def arguments(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
@@ -442,7 +433,10 @@ class FunctionRun:
             waiting = tokens if self._attempt == attempt else {}
             return [(waiting.get(rank), taken.get(rank, ()), *start) for rank, start in enumerate(starts)]
 
-        return arguments
+        if not tokens:
+            return True
+        # Do not call `_watch`, which would end the program while folders are stored.
+        return all(self._call(FunctionReplica.store, arguments, may_continue=False, on_wait=self._on_wait))
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
         """Return a function that returns a checkpoint's content.

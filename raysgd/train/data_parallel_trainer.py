@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict
 
@@ -75,19 +75,7 @@ class DataParallelTrainer(BaseTrainer):
         2
     """
 
-    _scaling_config_allowed_keys: ClassVar[list[str]] = [
-        "trainer_resources",
-        "num_workers",
-        "use_gpu",
-        "resources_per_worker",
-        "placement_strategy",
-        "accelerator_type",
-        "_max_cpu_fraction_per_node",
-        "elastic_resize_monitor_interval_s",
-        "label_selector",
-        "elastic",
-        "spare_workers",
-    ]
+    _scaling_config_allowed_keys: ClassVar[list[str]] = [each.name for each in fields(ScalingConfig)]
     _dataset_config: ClassVar[Mapping[str, DatasetConfig]] = OWN_CONFIG
 
     def __init__(
