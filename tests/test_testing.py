@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd import testing
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.testing.files import _FullFile
 from raysgd.testing.processes import Trap, _check_moment
 

@@ -35,7 +35,7 @@ from _ranks import on_ranks
 
 from raysgd.core.connections.torch import mesh_group
 from raysgd.core.numbers.meters import AverageMeterCollection
-from raysgd.trainer.worker.data.rank_rows import RowExchange
+from raysgd.trainer.worker.training_call import RowExchange
 
 PEERS = {"gloo": "torch"}
 WITH_ROWS = "raysgd_with_rows"

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from raysgd.core.arrays.batch_plan import BatchPlan
-from raysgd.core.arrays.division import BatchShare
+from raysgd.core.arrays.division import BatchPlan, BatchShare
 from raysgd.streams.lane_reader import Place, StreamPass, StreamPosition
 from raysgd.streams.lanes import ENDLESS, DealtRows, LanePosition, LaneSlice, deal, slices
 from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd.core.arguments import is_integer
-from raysgd.core.arrays.batch_plan import NO_BATCH, BatchPlan, PlannedBatch, with_seeds
+from raysgd.core.arrays.division import NO_BATCH, BatchPlan, PlannedBatch, with_seeds
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of

@@ -26,8 +26,8 @@ from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.registering_operator import RegisteringOperator
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step import schedulers
+from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau
-from raysgd.torch.step.steps import backward_with
 from raysgd.trainer.messages.epochs import VALIDATES, bind_batch_info
 from raysgd.trainer.worker.operator import is_stock, made_by_hand, required, rung
 from raysgd.utils import BATCH_WEIGHT

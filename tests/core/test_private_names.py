@@ -42,7 +42,7 @@ from raysgd.tf.objects import datasets, naming, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
 from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving, remade
-from raysgd.torch.parallel import ddp, undo
+from raysgd.torch.parallel import strategy, undo
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
 from raysgd.torch.parallel.record import StepRecord
 from raysgd.torch.step import advice
@@ -235,9 +235,9 @@ def test_no_model_is_wrapped_without(name: str, process_group: None, monkeypatch
             super().__init__(*args, **options)
             delattr(self, name)
 
-    monkeypatch.setattr(ddp, "DistributedDataParallel", Later)
+    monkeypatch.setattr(strategy, "DistributedDataParallel", Later)
     with gone(name, "torch"):
-        ddp.DDP().wrap(torch.nn.Linear(2, 1), None, {})
+        strategy.DDP().wrap(torch.nn.Linear(2, 1), None, {})
 
 
 @without("reducer", "_rebuild_buckets")

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.shared.types import World
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
-from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions
+from raysgd.torch.parallel.strategy import DDP
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.train import Trainer

@@ -140,7 +140,7 @@ INSIDE = {
         "trainer",
     ),
     "trainer.worker": (
-        "data ledger",
+        "feed ledger",
         "state step_loop",
         "worker_callbacks",
         "operator",
@@ -279,7 +279,7 @@ def part_of(name: str) -> str:
 
 
 def place_in(part: str, name: str) -> str:
-    """Return where a module stands inside a part: `parallel` for `torch` and `raysgd.torch.parallel.ddp`; else ""."""
+    """Return where a module stands inside a part: `parallel` for `torch` and `raysgd.torch.parallel.undo`; else ""."""
     rest = name.removeprefix(f"raysgd.{part}.")
     return "" if rest == name else rest.split(".")[0]
 

@@ -28,10 +28,9 @@ from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, Re
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.torch_step import TorchParts
-from raysgd.torch.parallel.tensor_copies import TensorCopies
-from raysgd.torch.parallel.undo import Undo
-from raysgd.trainer.worker.data import epoch_run
-from raysgd.trainer.worker.data.rank_rows import RankRows
+from raysgd.torch.parallel.undo import TensorCopies, Undo
+from raysgd.trainer.worker import training_call
+from raysgd.trainer.worker.training_call import RankRows
 from tests.simulator.program import Program
 from tests.simulator.replica import Run, SimReplica
 from tests.simulator.schedule import Fault, Op, Schedule
@@ -644,7 +643,7 @@ MUTATIONS = (
     Mutation("weights are not put back", TensorCopies, "restore", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", TorchParts, "commit", nothing, (52,)),
     Mutation("a call that was not begun is answered by the one before", SimReplica, "walk", _begins_late, (157,)),
-    Mutation("any call that a rank remembers is the one that goes on", epoch_run, "run_of", _any_run, (1513,)),
+    Mutation("any call that a rank remembers is the one that goes on", training_call, "run_of", _any_run, (1513,)),
     Mutation("ranks that take a call over do not know which it is", Run, "progress", _without_number, (13,)),
     Mutation("a call that goes on begins again", SimReplica, "walk_on", _begins_again, (13,)),
     Mutation("all calls have one number", Program, "_next_number", always(1), (1513,)),

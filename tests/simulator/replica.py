@@ -13,10 +13,10 @@ from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
-from raysgd.trainer.worker.data import epoch_run
-from raysgd.trainer.worker.data.rank_rows import RankRows
+from raysgd.trainer.worker import training_call
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.state.copies import StateCopies, StateCopy
+from raysgd.trainer.worker.state.replica_state import StateCopies, StateCopy
+from raysgd.trainer.worker.training_call import RankRows
 from tests.simulator.kernel import Future, Task
 from tests.simulator.network import SimConnection
 from tests.simulator.torn_batch import TornBatch
@@ -357,7 +357,7 @@ class SimReplica:
         if told is None:
             self.run = None
             return
-        before, self.run = epoch_run.run_of(self.run, told.call), self._run_like(told)
+        before, self.run = training_call.run_of(self.run, told.call), self._run_like(told)
         if before is not None:
             is_behind = before.steps < told.steps
             self.run.measured = told.others.get(self.row_name, before.measured) if is_behind else before.measured
@@ -428,7 +428,7 @@ class SimReplica:
         return (yield from self._go_through(self._go_on_from(first, left.measured)))
 
     def walk_on(self, call: int, num_steps: int | None, hold_at: int | None = None) -> Task:
-        run = epoch_run.run_of(self.run, call)
+        run = training_call.run_of(self.run, call)
         if run is None:
             return (yield from self.walk(call, num_steps, hold_at))
         if run.answer is not None:
@@ -556,7 +556,7 @@ def walk_left(replica: SimReplica, left: Left, call: int) -> Task:
 
 
 def walk_on_left(replica: SimReplica, left: Left, call: int) -> Task:
-    has_begun = epoch_run.run_of(replica.run, call) is not None
+    has_begun = training_call.run_of(replica.run, call) is not None
     return replica.walk_on(call, None) if has_begun else replica.walk_left(left, call)
 
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES
+from raysgd.core.arrays.division import BETWEEN_BATCHES
 from raysgd.core.engine.shared.types import World
+from raysgd.core.text.log_lines import Once
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting.torch_step import TorchParts, make_undo
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.step.steps import OptimizerSteps
+from raysgd.torch.step.gradients import Gradients
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
@@ -56,7 +57,7 @@ class TornBatch:
         self._operator, parallel = _Pair(), _Joined()
         self._optimizers = self._operator._raysgd.registered.optimizers
         self._undo = make_undo(self._operator, parallel, undo, World(0, 2))
-        hooks = OptimizerSteps(self._operator, Precision(), parallel.sync, StepOptions(), InstalledCallbacks())
+        hooks = Gradients(self._operator, Precision(), parallel.sync, StepOptions(), InstalledCallbacks(), Once())
         hooks.watch(self._optimizers)
         self._parts = TorchParts(self._operator, parallel.sync, TorchFeed(lambda name: None, parallel, 1), self._undo)
         hooks.watch_last()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.torch.parallel.leg import Leg
 
 

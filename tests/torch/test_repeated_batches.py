@@ -19,7 +19,7 @@ from torch import nn
 
 from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.torch.operator.settings import TorchSettings
-from raysgd.torch.parallel import ddp_sync
+from raysgd.torch.parallel import sync as gradient_sync
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.messages.epochs import EpochRequest
 from tests.torch import idioms
@@ -63,7 +63,7 @@ class Group:
     def train(self) -> None:
         of_user_code = SimpleNamespace(**{**vars(dist), "all_reduce": self.counted(dist.all_reduce)})
         with (
-            patch.object(ddp_sync, "_tracked", self.counted(ddp_sync._tracked)),
+            patch.object(gradient_sync, "_tracked", self.counted(gradient_sync._tracked)),
             patch.object(idioms, "dist", of_user_code),
         ):
             torch.manual_seed(1)

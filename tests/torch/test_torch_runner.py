@@ -35,7 +35,7 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.trainer.worker.state import copies
+from raysgd.trainer.worker.state import replica_state
 from raysgd.trainer.worker.state.replica_state import RESUME
 from raysgd.utils import IS_PADDING, AverageMeterCollection
 from tests.torch.apex_double import StrictAmp
@@ -258,7 +258,7 @@ def test_a_restored_replica_does_not_share_memory_with_the_snapshot() -> None:
 def test_a_small_state_travels_with_the_answer_and_a_large_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner()
     assert runner.capture(None).token is None
-    monkeypatch.setattr(copies, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(replica_state, "_INLINE_BYTES", 8)
     capture = runner.capture(None)
     assert capture.shared_state is None
     assert capture.token is not None
@@ -266,7 +266,7 @@ def test_a_small_state_travels_with_the_answer_and_a_large_one_by_itself(monkeyp
 
 
 def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(replica_state, "_INLINE_BYTES", 8)
     runner = make_runner()
     tokens = [runner.capture(None).token, runner.capture(None).token]
     assert tokens[0] is not None
@@ -279,7 +279,7 @@ def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.
 
 
 def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(replica_state, "_INLINE_BYTES", 8)
     runner = TorchRunner(TorchSettings(LinearOperator, {}), ALONE)
     runner.setup()
     token = runner.capture(None).token

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.connections.torch import end_process_group
-from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.torch.parallel.tensors import unwrap
 
 

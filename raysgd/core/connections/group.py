@@ -21,6 +21,8 @@ from raysgd.core.connections.mesh.sums import MOST, PIECE_BYTES, Chain, Nodes, R
 from raysgd.core.engine.shared.types import LOOPBACK, World
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Gather = Callable[[Array], list[Array]]
+"""An all-gather: takes this rank's array, and returns the arrays of all ranks, which have the same shape."""
 
 _SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # types of collectives
 _QUICK_BYTES_OF_MANY = 8 * 2**20

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from raysgd.core.arrays.batch_plan import BatchPlan, PlannedBatch, plan_of
-from raysgd.core.arrays.division import Division
+from raysgd.core.arrays.division import BatchPlan, Division, PlannedBatch, plan_of
 from raysgd.core.connections.group import EarlyVotes, Group
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.streams.global_reader import Numbers, StartSum
@@ -21,8 +20,8 @@ from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import array_collate, spec_of
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding
-from raysgd.trainer.worker.data.data_cursor import DataCursor
-from raysgd.trainer.worker.data.feed import has_divided_source
+from raysgd.trainer.worker.feed import has_divided_source
+from raysgd.trainer.worker.step_loop import DataCursor
 
 logger = logging.getLogger(__name__)
 

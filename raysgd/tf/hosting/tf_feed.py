@@ -31,7 +31,7 @@ from raysgd.tf.objects import datasets
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.data import feed
+from raysgd.trainer.worker import feed
 
 logger = logging.getLogger(__name__)
 

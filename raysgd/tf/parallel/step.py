@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.trainer.worker.step_loop import StepRules
 

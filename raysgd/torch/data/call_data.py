@@ -22,8 +22,7 @@ from raysgd.core.arrays.ray_batches import BatchForm
 from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
-from raysgd.torch.data.batches import TensorCollate, count_samples
-from raysgd.torch.data.ray_tensors import as_batch
+from raysgd.torch.data.batches import TensorCollate, as_batch, count_samples
 from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.data.sampling import ShardedLoader, ending_with_parent, kept_options, shard_loader
 from raysgd.trainer.messages import prediction_data

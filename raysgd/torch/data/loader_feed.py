@@ -16,8 +16,7 @@ from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
-from raysgd.torch.data.batches import TensorCollate
-from raysgd.torch.data.ray_tensors import as_batch
+from raysgd.torch.data.batches import TensorCollate, as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.data.sources import (
     DividedLoaderSource,
@@ -29,7 +28,7 @@ from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
-from raysgd.trainer.worker.data.feed import DataFeed, has_divided_source
+from raysgd.trainer.worker.feed import DataFeed, has_divided_source
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.core.arrays.batch_plan import NO_BATCH, PlannedBatch, plan_of, with_seeds
+from raysgd.core.arrays.division import NO_BATCH, PlannedBatch, plan_of, with_seeds
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
 from raysgd.torch.data.batch_sampler import PassPlan
@@ -25,7 +25,7 @@ from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Summation
-from raysgd.trainer.worker.data.data_cursor import DataCursor
+from raysgd.trainer.worker.step_loop import DataCursor
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class PlainSource:
         is_in_lockstep: True if all ranks must take the same number of steps.
 
     Attributes:
-        is_divided: True if the library shards the data. See `raysgd.trainer.worker.data.feed.DataFeed`.
+        is_divided: True if the library shards the data. See `raysgd.trainer.worker.feed.DataFeed`.
         left_out: Number of rows that the source left out because they could not be read.
         most_batches: Number of batches that a rank processes, one after the other, in a global step.
         num_shards: With `deterministic=True`, the number of logical shards in each global batch; otherwise 0.

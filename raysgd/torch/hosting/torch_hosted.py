@@ -35,22 +35,20 @@ from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.checksums import sums_of
-from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.ddp_sync import DDPSync
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.parallel.sync import GradientSync
+from raysgd.torch.parallel.strategy import DDP, Strategy
+from raysgd.torch.parallel.sync import DDPSync, GradientSync
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import bind_batch_info
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
-from raysgd.trainer.worker.data.rank_rows import RowExchange
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, take_rank
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
+from raysgd.trainer.worker.training_call import RowExchange
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd.core.arguments import is_integer
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections._origins import with_causes
 from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error
@@ -24,9 +24,8 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync
-from raysgd.torch.parallel.tensor_copies import is_lack_of_memory, lacks_memory
-from raysgd.torch.parallel.undo import Mode, Undo
-from raysgd.torch.step.steps import step_with, tells_of_steps
+from raysgd.torch.parallel.undo import Mode, Undo, is_lack_of_memory, lacks_memory
+from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.operator import is_stock

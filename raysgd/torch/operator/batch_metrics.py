@@ -24,7 +24,6 @@ from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.trainer.worker.data.around_batch import note, set_apart
 from raysgd.trainer.worker.operator import Internals
 from raysgd.utils import IS_PADDING
 
@@ -55,8 +54,7 @@ class BatchMetrics(Internals):
     # ------------------------------------------------------------------------------------ from batch to batch
 
     def begin_metrics(self) -> None:
-        if self.logged:
-            set_apart(self)
+        super().begin_metrics()
         if self.leg is not None and self.leg.batch.items:
             self.leg.batch.forget_items()
         self.evaluated = []
@@ -72,7 +70,7 @@ class BatchMetrics(Internals):
             return *returned, None  # the default `forward` returns this form
         parts, metrics = batches.without_metrics(returned)
         for name, value in metrics.items():
-            note(self.logged, name, value)
+            self.log(name, value)
         return batches.parts_of_forward(parts, type(self._operator))
 
     def size_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from raysgd.core.arrays.ray_batches import BatchForm
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
-from raysgd.torch.data.ray_tensors import as_batch
+from raysgd.torch.data.batches import as_batch
 from raysgd.torch.objects import hyperparameters
 from raysgd.torch.objects.criteria import LossCall, observable
 from raysgd.torch.objects.hyperparameters import Hyperparameters

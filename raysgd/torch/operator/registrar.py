@@ -26,7 +26,7 @@ from raysgd.torch.objects.blocks import checkpoint_activations
 from raysgd.torch.objects.criteria import observable
 from raysgd.torch.objects.filling import is_empty, refuse_states
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
-from raysgd.torch.parallel.ddp_sync import COMM_HOOK
+from raysgd.torch.parallel.sync import COMM_HOOK
 from raysgd.torch.parallel.tensors import unwrap
 from raysgd.trainer.worker.operator import RegisteredParts, parts_of
 

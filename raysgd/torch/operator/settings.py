@@ -13,9 +13,8 @@ from raysgd.core.imports import require
 from raysgd.torch.constants import VALID_SCHEDULER_STEP
 from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.precision import Precision, choose_precision
-from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
-from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.torch.parallel.tensors import trainable
 from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
 

@@ -19,14 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.arrays.batch_plan import BatchPlan
-from raysgd.core.arrays.division import even_counts
+from raysgd.core.arrays.division import BatchPlan, even_counts
 from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.objects import rng
-from raysgd.torch.parallel.ddp_sync import DDPSync
-from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.scale import Scale
-from raysgd.torch.parallel.sync import GradientSync, Pass
+from raysgd.torch.parallel.leg import Leg, Scale
+from raysgd.torch.parallel.sync import DDPSync, GradientSync, Pass
 
 
 class LogicalShards:

@@ -4,25 +4,32 @@ The loss of a batch is the mean over its samples, and an all-reduce takes the un
 If the ranks' batches differ in size, that mean is not the mean over all samples. Therefore, each rank's gradient is
 first multiplied by a factor that is proportional to the rank's number of samples, and is nearly always 1. With gradient
 accumulation, this would be the sum of several batches' gradients. In this case, the library weights the losses instead.
-This requires that the library, not user code, runs the backward pass. See `raysgd.torch.parallel.scale`.
+This requires that the library, not user code, runs the backward pass. See `raysgd.torch.parallel.leg`.
 """
 
-from __future__ import annotations
+# This module has no `from __future__ import annotations`, because PyTorch checks the annotations of a communication
+# hook and does not accept strings.
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import DistNetworkError
+from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
+from raysgd.core.connections.group import Array, Group
+from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import is_connection_error, mesh_group
-from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.leg import Items, Leg, Scale
 from raysgd.torch.parallel.record import FlightRecorder, StepRecord
-from raysgd.torch.parallel.scale import Items, Scale
-from raysgd.torch.parallel.tensors import multiply, reachable, repeat_first
+from raysgd.torch.parallel.tensors import all_sum, multiply, reachable, repeat_first
 from raysgd.trainer.worker.step_loop import StepRules
 
 Pass = AbstractContextManager[Any]  # wraps a backward pass
@@ -205,3 +212,290 @@ class GradientSync:
         """
         is_own = self.averages and (is_second or scale.items is not None)
         return self.leg.weighting(scale) if is_own else _NOTHING
+
+
+COMM_HOOK = "comm_hook"  # key of `ddp_args` for the user's hook; not an argument of DistributedDataParallel
+
+_NO_ROW: Array = np.empty(0, np.uint8)
+_FIRST_BUCKET_BYTES = 2**20  # this and the next constant are defaults of `DistributedDataParallel`
+_USUAL_BUCKET_MB = 25
+_DTYPES = (torch.float32, torch.float64)
+
+
+class DDPSync(GradientSync):
+    """Averages the gradients of models in `DistributedDataParallel` wrappers.
+
+    Attributes:
+        uncovered: Parameters whose gradients no wrapper averages.
+    """
+
+    averages = _defers = _defers_any = True
+
+    def __init__(self, shares_metrics: bool = False) -> None:
+        super().__init__(shares_metrics=shares_metrics)
+        self._numbers: dict[int, int] = {}  # by the ID of a wrapper with raysgd's hook: its number in messages
+        # For each model whose gradients have been all-reduced completely since a second backward pass began, the ID of
+        # one of its parameters.
+        self._averaged: set[int] = set()
+        self.uncovered: Sequence[torch.nn.Parameter] = ()
+
+    # ------------------------------------------------------------------------------------ hooks on models
+
+    def is_hooked(self, model: DistributedDataParallel) -> bool:
+        """Return True if a wrapper has had raysgd's hook."""
+        return id(model) in self._numbers
+
+    def register(self, model: DistributedDataParallel, options: dict[str, Any], hook: Any = None) -> None:
+        """Install raysgd's hook, which calls the user's hook if there is one.
+
+        Args:
+            model: Wrapper on which to install the hook.
+            options: Options of the wrapper.
+            hook: The user's hook, or None.
+
+        Raises:
+            ValueError: The user registered a hook on the model, and PyTorch allows only one. Or the user passed a hook
+                that is not callable, or see `check_group`.
+        """
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        check_group(model, options)
+        number = self._numbers.setdefault(id(model), len(self._numbers) + 1)
+        state, function = _hook_of_user(allreduce_hook if hook is None else hook)
+        is_small = hook is None and _is_small(model, options)
+        given = _Hook(self, f"model {number} exchanged gradients", is_small, partial(function, state))
+        try:
+            model.register_comm_hook(given, _exchange)
+        except RuntimeError as error:
+            raise ValueError(
+                "a model has a communication hook that you registered with `register_comm_hook`, so its "
+                "gradients cannot be weighted by samples. Pass the hook to `register`, as in "
+                '`ddp_args={"comm_hook": (state, hook)}`.'
+            ) from error
+
+    def _set_sync(self, is_now: bool) -> None:
+        for model in wrappers(self.models):  # as `DistributedDataParallel.no_sync` does
+            model.require_backward_grad_sync = is_now
+
+    def check(self) -> None:
+        super().check()
+        if any(parameter.requires_grad for parameter in self.uncovered):
+            raise ValueError(
+                "Parameters were unfrozen (`requires_grad=True`) since `setup` or the last `self.rewrap()`, and their "
+                "gradients were not averaged over the workers. Call `self.rewrap()` after you unfreeze parameters, "
+                "before the next batch is drawn."
+            )
+
+    # ------------------------------------------------------------------------------------ in a backward pass
+
+    def average_bucket(self, hook: "_Hook", bucket: Any) -> Any:
+        """Scale the gradients of a bucket, then average them with the user's hook, over the mesh, or with PyTorch.
+
+        Returns:
+            A future of the average.
+        """
+        leg, gradients, is_last = self.leg, bucket.buffer(), bucket.is_last()
+        if is_last:
+            self._averaged.add(id(bucket.parameters()[0]))
+            leg.note_all_reduce(hook.work)
+        group = mesh_group() if hook.is_small else None
+        if group is not None and group.is_quick_for(gradients.nbytes):
+            return self._average_at_once(group, gradients, is_last)
+        self.multiply(gradients)
+        with leg.record.noting_losses():
+            future = _tracked(hook.all_reduce(bucket), leg, is_last)
+            if is_last:
+                try:
+                    leg.send_rows()
+                except MeshBroken as error:
+                    # After a `MeshBroken`, the library shuts down the mesh but not gloo's connections. Other ranks may
+                    # be waiting on gloo's connections, so raise an error after which both are shut down.
+                    raise DistNetworkError(str(error)) from None
+        return future
+
+    def _average_at_once(self, group: Group, gradients: torch.Tensor, is_last: bool) -> Any:
+        """Average the gradients of a bucket over the mesh, and return them in a completed future.
+
+        With the first bucket, this rank also sends the batch's items, if it counts by items. With the last bucket, it
+        also sends its metrics, once per optimizer step.
+        """
+        leg, items, numbers = self.leg, self.multiply(gradients, may_send=True), gradients.numpy()
+        own = np.array([] if items is None else [items.own], np.float64).view(np.uint8)
+
+        def add_up(row: Array = _NO_ROW) -> list[Array]:
+            """Sum gradients over the ranks. With them, send this rank's items and metrics (its row)."""
+            if not len(own) + len(row):
+                group.add_up(numbers)
+                return []
+            received = group.add_up_with(numbers, np.concatenate((own, row)))
+            if items is not None:
+                items.learn([each[: len(own)].view(np.float64).item() for each in received])
+            return [each[len(own) :] for each in received]
+
+        with leg.record.noting_losses(), leg.ledger.exchanging(group):
+            if not (is_last and leg.send_rows(add_up)):
+                add_up()
+        if is_last:
+            leg.record.note_averaged()
+        return completed(gradients.div_(float(group.size) if items is None else items.divisor))
+
+    # ------------------------------------------------------------------------------------ after a backward pass
+
+    def average(self, parameters: Sequence[torch.Tensor]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            return
+        self.leg.note_all_reduce()
+        counts = torch.tensor([each.grad is not None for each in trained], dtype=torch.float64, device=reachable())
+        with self.leg.record.noting_losses():
+            all_sum(counts)
+            used = [parameter for parameter, count in zip(trained, counts.tolist(), strict=True) if count]
+            for parameter in used:
+                if parameter.grad is None:  # another rank has a gradient, so this rank contributes zeros
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(self.num_ranks)
+        if self.waits:
+            self.leg.record.wait()
+
+    def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
+        usual = super().backward_pass(scale, parameters, is_second)
+        return self._second_pass(usual, parameters) if is_second else usual
+
+    @contextmanager
+    def _second_pass(self, usual: Pass, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Run a second backward pass of the same batch in the `with` block, then average the gradients over the ranks.
+
+        `DistributedDataParallel` averages gradients only once after each forward pass, so it does not always average
+        the gradients of a second backward pass. If it did not, this method averages the sums of old and new gradients.
+        The old gradients are already the same on all ranks, so averaging does not change their part of the sum. With
+        gradient accumulation, gradients are averaged only in the last batch of a step.
+        """
+        self._averaged.clear()
+        with usual:
+            yield
+        if self.leg.plan.sync_gradients:
+            models = [{*map(id, each.parameters())} for each in wrappers(self.models)]
+            done = set().union(*(ids for ids in models if ids & self._averaged))
+            self.average([parameter for parameter in parameters if id(parameter) not in done])
+
+
+@dataclass(frozen=True, eq=False)
+class _Hook:
+    """The state of raysgd's communication hook for one model.
+
+    PyTorch stores this object in the model's wrapper. A deep copy of the wrapper shares the object, and a pickle of the
+    wrapper contains an empty `_Hook` instead. Neither matters, because copies are not trained.
+
+    Attributes:
+        sync: Averages the gradients.
+        work: Name under which the `FlightRecorder` records the all-reduce of this model's gradients.
+        is_small: True to send gradients over the mesh instead of gloo if possible.
+        all_reduce: All-reduces a bucket: the user's hook, or PyTorch's all-reduce.
+    """
+
+    sync: Any = None
+    work: str = ""
+    is_small: bool = False
+    all_reduce: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+
+def _exchange(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """Average the gradients of a bucket. PyTorch calls this hook for each bucket, and waits for the returned future."""
+    return state.sync.average_bucket(state, bucket)
+
+
+def wrappers(models: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
+    """Return those models that are `DistributedDataParallel` wrappers."""
+    return [model for model in models if isinstance(model, DistributedDataParallel)]
+
+
+def check_group(model: DistributedDataParallel, options: dict[str, Any]) -> None:
+    """Raise a `ValueError` if the user wrapped a model with a `process_group`."""
+    # A process group that the user created would be invalid after a failure, because all ranks then join a new group.
+    if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
+        raise ValueError(
+            "A model is wrapped with a `process_group`, but gradients are averaged over all workers: omit it. To "
+            'average over other groups, pass `TorchTrainer(strategy="none")` and wrap the model yourself.'
+        )
+
+
+def _tracked(future: Any, leg: Leg, is_last: bool) -> Any:
+    """Record how a running all-reduce ends. Return a future that completes or fails when the all-reduce does.
+
+    An all-reduce may end after its group has. It is therefore recorded for its own step.
+
+    Args:
+        future: Future of the all-reduce.
+        leg: Tracks the current step.
+        is_last: True if this is the last all-reduce in the backward pass of a model.
+    """
+    record, ledger = leg.record, leg.ledger
+    if is_last:
+        record.note_averaged()
+    # The last all-reduce starts when the backward pass has computed all gradients. From then on, this rank only waits,
+    # so this time is measured as communication.
+    is_awaited = is_last and ledger.begin_exchange()
+
+    def received(future: Any) -> Any:
+        with record.noting_losses():
+            gradients = future.value()
+        if is_awaited:
+            ledger.end_exchange()
+        return gradients
+
+    return future.then(received)  # the backward pass waits for the returned future, and thus for the callback
+
+
+def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a completed future for gradients that are already averaged. A communication hook must return a future."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradients)
+    return future
+
+
+def _is_small(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
+    """Return True if a model's gradients can be sent over the mesh, and gloo would have no advantage.
+
+    The advantage of gloo is that its threads send a bucket while the backward pass computes the next bucket. This saves
+    little time if all gradients fit into two buckets.
+    """
+    most = _FIRST_BUCKET_BYTES + (options.get("bucket_cap_mb") or _USUAL_BUCKET_MB) * 2**20
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return (
+        not any(getattr(module, "sparse", False) for module in model.modules())
+        and all(each.device.type == "cpu" and each.dtype in _DTYPES for each in parameters)
+        and sum(each.nbytes for each in parameters) <= most
+    )
+
+
+def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the state and the function of a communication hook that the user passed to `register`.
+
+    Args:
+        hook: A function, whose state is None, or a tuple `(state, function)`.
+
+    Raises:
+        ValueError: The function is not callable.
+    """
+    state, function = hook if isinstance(hook, tuple) else (None, hook)
+    if not callable(function):
+        raise ValueError(
+            f"`ddp_args={{'{COMM_HOOK}': {hook!r}}}`: need a communication hook of PyTorch, or a tuple of the state "
+            "that it is called with and the hook."
+        )
+    return state, function
+
+
+def has_state(hook: Any) -> bool:
+    """Return True if a user's hook may store state between calls, such as a process group or a counter."""
+    if hook is None:
+        return False
+    state, function = _hook_of_user(hook)
+    return state is not None or not isinstance(function, FunctionType)

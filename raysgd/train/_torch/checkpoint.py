@@ -14,7 +14,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
 from raysgd.core.reading.strict_reading import refusals_of
 from raysgd.torch.checkpoints.checkpoint_file import load_plain
-from raysgd.torch.data.ray_tensors import as_tensor
+from raysgd.torch.data.batches import as_tensor
 from raysgd.torch.objects.moving import to_device
 from raysgd.train.predictor import TensorPredictor
 

@@ -21,9 +21,8 @@ import torch
 from raysgd.air.session import Alone, RunningSession, current_session, helper_session
 from raysgd.core.connections.torch import ordinal_of
 from raysgd.torch.objects.precision import NativeAmp, Precision
-from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.process_group import unwrapped
 

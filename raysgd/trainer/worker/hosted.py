@@ -24,8 +24,7 @@ from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
-from raysgd.trainer.worker.data.around_batch import take_outside
-from raysgd.trainer.worker.data.feed import DataFeed
+from raysgd.trainer.worker.feed import DataFeed
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.state.replica_state import ReplicaState
@@ -149,7 +148,7 @@ class HostedOperator(ABC):
         """
         if not isinstance(returned, Mapping):
             return EpochAnswer(None, returned, num_steps)
-        plain, together = self.parts.plain, {**take_outside(self.operator._raysgd), **returned}
+        plain, together = self.parts.plain, {**self.operator._raysgd.take_outside(), **returned}
         for name in together.keys() - {BATCH_COUNT}:
             refuse_taken(name)
         values = {**(extra or {}), **{name: plain(value) for name, value in together.items()}}

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate
 
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.core.numbers.metric_meters import NUM_SAMPLES, float_each
+from raysgd.core.numbers.metric_meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, float_each, is_weight
 from raysgd.core.numbers.timers import TimerCollection
 from raysgd.core.text.frames import defined_at
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
-from raysgd.trainer.worker.data.around_batch import forget, note, set_apart, with_logged
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Internals:
             meters: Collection in which a `train_epoch` accumulates its metrics.
             lost: Metrics that lost workers measured in the call. Rank 0 adds them to its own metrics.
         """
-        forget(self)
+        self.take_outside()
         before, self.leg = self.leg, leg
         self.meters_to_fill, self.lost, self.latest_metrics = meters, lost, {}
         try:
@@ -175,7 +175,46 @@ class Internals:
         Metrics that were logged since the last batch do not belong to this batch. Keep them for the result of the call.
         """
         if self.logged:
-            set_apart(self)
+            self.logged_outside.update(self.logged)
+            self.logged.clear()
+
+    def log(self, name: str, value: Any) -> None:
+        """Record a metric that the user passed to `self.log`. A later value of the same name replaces an earlier value.
+
+        Args:
+            name: Name of the metric.
+            value: Value of the metric.
+
+        Raises:
+            TypeError: The name is not a non-empty string, or the value is a symbolic tensor of a TensorFlow graph.
+            ValueError: The name is reserved for a counter.
+        """
+        if not isinstance(name, str) or not name:
+            raise TypeError(f'`log({name!r}, ...)`: the first argument is the name of a metric, such as "iou".')
+        if name in (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT):
+            raise ValueError(
+                f"`log({name!r}, ...)`: this name is reserved for the weight of averages. Return it from the method "
+                "instead."
+            )
+        if hasattr(value, "graph"):
+            raise TypeError(
+                f"`log({name!r}, ...)` inside a graph of TensorFlow: return the value from `train_step` or "
+                "`test_step`, or call `log` in `train_batch` or `validate_batch`, which are not traced."
+            )
+        self.logged[name] = value.detach() if hasattr(value, "detach") else value
+
+    def take_outside(self) -> dict[str, Any]:
+        """Return the metrics that were logged outside any batch, for the result of the whole call, and clear them."""
+        taken = {**self.logged_outside, **self.logged}
+        self.logged.clear()
+        self.logged_outside.clear()
+        return taken
+
+    def _with_logged(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the metrics of a batch together with the logged metrics, over which they take precedence."""
+        together = {**self.logged, **metrics}
+        self.logged.clear()
+        return together
 
     def num_samples(self, batch: Any) -> int:
         """Return the number of samples in the batch, not counting padding."""
@@ -191,7 +230,7 @@ class Internals:
         if not isinstance(metrics, Mapping):
             return metrics
         if self.logged:
-            metrics = with_logged(metrics, self.logged)
+            metrics = self._with_logged(metrics)
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
     def values_and_weight(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
@@ -211,7 +250,7 @@ class Internals:
                 f"`{type(self._operator).__name__}.{method}` returned a `{type(metrics).__name__}`: return a dict of "
                 f"metrics, an empty one if there are no metrics.{defined_at(type(self._operator), method)}"
             )
-        metrics = self.latest_metrics = with_logged(metrics, self.logged) if self.logged else metrics
+        metrics = self.latest_metrics = self._with_logged(metrics) if self.logged else metrics
         values = dict(metrics)
         return values, values.pop(NUM_SAMPLES, 1)
 
@@ -262,7 +301,7 @@ class BaseOperator:
         Raises:
             TypeError, ValueError: `name` is not a valid metric name, or `value` is a symbolic TensorFlow tensor.
         """
-        note(self._raysgd.logged, name, value)
+        self._raysgd.log(name, value)
 
     def skip_batch(self) -> None:
         """Leave the current batch out of training.
@@ -392,6 +431,40 @@ def is_stock(operator: Any, *names: str, of: type[Any] | None = None) -> bool:
     ours = [vars(each) for each in classes if each.__module__.startswith("raysgd.")]
     functions = {name: getattr(getattr(operator, name), "__func__", None) for name in names}
     return all(any(name in own and own[name] is function for own in ours) for name, function in functions.items())
+
+
+@contextmanager
+def around_batches(operator: Any, name: str, after: Callable[[Any], Any] | None = None) -> Iterator[None]:
+    """Inside the block, let a method of the operator also return the number of samples and the logged metrics.
+
+    A wrapper replaces the method, so that the entries are also added in a training loop that the user wrote. The
+    wrapper adds them only after the user's method has returned, because that method may do arithmetic on the result of
+    the library's default method.
+
+    Args:
+        operator: Operator whose method is wrapped.
+        name: Name of the method, "train_batch" or "validate_batch".
+        after: Function that receives the metrics of each batch and returns the metrics to use instead. None to use the
+            metrics unchanged.
+    """
+    internals, method, was_set = operator._raysgd, getattr(operator, name), name in vars(operator)
+
+    @wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        internals.begin_metrics()
+        metrics = internals.completed(method(*args, **kwargs), (*args, *kwargs.values())[0])
+        if internals.leg.plan.is_padding and isinstance(metrics, Mapping):
+            metrics = {**metrics, **{each: 0 for each in metrics if each == NUM_SAMPLES or is_weight(each)}}
+        return metrics if after is None else after(metrics)
+
+    setattr(operator, name, wrapped)
+    try:
+        yield
+    finally:
+        if was_set:
+            setattr(operator, name, method)  # the user had set this method on the instance
+        else:
+            delattr(operator, name)
 
 
 def take_rank(operator: BaseOperator, world: World) -> None:

@@ -26,14 +26,13 @@ from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
-from raysgd.trainer.worker.data.around_batch import around_batches
-from raysgd.trainer.worker.data.epoch_run import RunState, run_of
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.state.copies import StateCopies
+from raysgd.trainer.worker.operator import around_batches
+from raysgd.trainer.worker.state.replica_state import StateCopies
 from raysgd.trainer.worker.state.state_checks import check_parts
 from raysgd.trainer.worker.step_loop import StepLoop
-from raysgd.trainer.worker.training_call import TrainingCall
+from raysgd.trainer.worker.training_call import RunState, TrainingCall, run_of
 
 logger = logging.getLogger(__name__)
 

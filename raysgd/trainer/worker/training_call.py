@@ -5,14 +5,23 @@ After workers are lost, the call continues in the surviving workers. Each new ca
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import pickle
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from raysgd.core.arrays.data_kinds import DataPosition
+from raysgd.core.connections.group import Array, Gather
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
@@ -20,12 +29,9 @@ from raysgd.core.numbers.metric_meters import NUM_SAMPLES
 from raysgd.core.numbers.results import ProgressKind, num_samples_of, with_lost
 from raysgd.core.numbers.time_spent import DRIVER
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
-from raysgd.trainer.worker.data.around_batch import around_batches
-from raysgd.trainer.worker.data.epoch_run import Gate, HeldAtBoundary, RunState
-from raysgd.trainer.worker.data.rank_rows import Gather, RankRows, RowExchange
 from raysgd.trainer.worker.hosted import HostedOperator
-from raysgd.trainer.worker.operator import is_stock
-from raysgd.trainer.worker.state.copies import StateCopies
+from raysgd.trainer.worker.operator import around_batches, is_stock
+from raysgd.trainer.worker.state.replica_state import StateCopies
 from raysgd.trainer.worker.step_loop import Batches, StepLoop
 
 logger = logging.getLogger(__name__)
@@ -156,7 +162,7 @@ class TrainingCall:
                 # A `break` may leave accumulated gradients. Step with them before their batches count as used.
                 parts.finish(cursor.num_steps_taken > taken_before)
                 loop.commit(is_last=True)
-        except HeldAtBoundary:
+        except Held:
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
         except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
@@ -195,7 +201,7 @@ class TrainingCall:
         """Add the metrics of a committed step to those of the epoch. If a snapshot is due, copy the training state.
 
         Raises:
-            HeldAtBoundary: All ranks have agreed to stop after this step.
+            Held: All ranks have agreed to stop after this step.
         """
         hosted, gate = self._hosted, self.gate
         self.meters.count_pending()
@@ -211,7 +217,7 @@ class TrainingCall:
             if is_due:
                 self._copies.keep(self.num_completed, self.snapshot())
             if is_asked and self.gate.stops(self.num_completed):
-                raise HeldAtBoundary
+                raise Held
             hosted.ledger.begin_own_work()
 
     @property
@@ -404,3 +410,256 @@ class TrainingCall:
     def _tell_what_is_missing(self, lost: Sequence[MetricSummary]) -> None:
         for name in self.meters.object_names if any(map(num_samples_of, lost)) else ():
             logger.warning("the metric object `%s` does not cover the samples that lost workers had processed", name)
+
+
+def run_of(kept: Any, call_number: int) -> Any:
+    """Return a rank's last record if it belongs to the training call with this number; otherwise None.
+
+    Args:
+        kept: The record that a rank keeps of its last training call, even after the call has ended; or None.
+        call_number: Number of a training call.
+    """
+    return kept if kept is not None and kept.call_number == call_number else None
+
+
+class Held(BaseException):
+    """Raised inside the user's training loop to stop an epoch between two steps. The epoch can continue later.
+
+    An `except Exception` in the user's code does not catch this exception.
+    """
+
+
+class Gate:
+    """One rank's part in an agreement by which all ranks stop a training call after the same step.
+
+    The driver proposes a step to all ranks, and then reports to them whether all have agreed. A second thread of the
+    worker receives these messages. The training thread calls `stops` between two steps.
+
+    Args:
+        planned: Number of steps after which all ranks stop without a proposal, or None for no planned stop.
+    """
+
+    def __init__(self, planned: int | None = None) -> None:
+        self.planned = planned
+        self.proposed: int | None = None
+        self._is_resolved = False  # True once it is known if all ranks stop at the proposed step
+        self._changed = threading.Condition()
+
+    def propose(self, at: int, completed: Callable[[], int]) -> bool:
+        """Receive the proposal to stop training after `at` steps.
+
+        Return False if this rank may already have begun the next step.
+
+        Args:
+            at: Number of completed steps of the call at which to stop.
+            completed: Function that returns the current number of completed steps.
+        """
+        with self._changed:
+            self.proposed, self._is_resolved = at, False
+            # `proposed` is set before this check. Therefore, if the training thread completes the step after the check,
+            # it finds the proposal, and waits for the decision of all ranks.
+            if completed() < at:
+                return True
+            self.proposed = None
+            self._changed.notify_all()
+            return False
+
+    def resolve(self, is_agreed: bool) -> None:
+        """Accept the current proposal if all ranks have agreed to stop at its step.
+
+        Otherwise, withdraw the proposal.
+        """
+        with self._changed:
+            if not is_agreed:
+                self.proposed = None
+            self._is_resolved = True
+            self._changed.notify_all()
+
+    def stops(self, completed: int) -> bool:
+        """Return True if the training call must stop now, after `completed` steps.
+
+        If it is not yet known whether all ranks agree to stop at this step, wait until this is known.
+        """
+        if self.is_planned(completed):
+            return True
+        if not self._is_proposed(completed):
+            return False
+        with self._changed:  # check again, because the second thread may have replaced the proposal by a later step
+            while self._is_proposed(completed) and not self._is_resolved:
+                self._changed.wait()
+            return self._is_proposed(completed)
+
+    def is_planned(self, completed: int) -> bool:
+        """Return True if all ranks stop after `completed` steps because this was planned before the call."""
+        return self.planned is not None and completed >= self.planned
+
+    def _is_proposed(self, completed: int) -> bool:
+        proposed = self.proposed  # read only once, because the second thread may withdraw the proposal at any moment
+        return proposed is not None and completed >= proposed
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A rank's progress in a training call, from which another process can continue the call.
+
+    Attributes:
+        num_steps: Number of completed steps of the call.
+        epoch_idx: Index of the pass over the data in which the call started.
+        num_requested: Number of steps that the call was asked to take, or None for the rest of the pass.
+        is_exhausted: True if all steps are done. User code after the last step may still have to run.
+        is_finished: True if the call is complete, including user code after the last step.
+        name: Name of the rank that created this record. Unlike a number, it stays the same in later groups.
+        metrics: Metrics that this rank has measured in the call. None if the rank continues in the next group and
+            reports its metrics itself.
+        others: Metrics of all ranks as of the last completed step, as far as this rank received them, by rank name.
+            Empty if `metrics` is set.
+        lost: Metrics of lost ranks, by rank name.
+        place: Position in the data that the user passed to this call. None if the call uses registered data.
+        call_number: Number of the training call.
+    """
+
+    num_steps: int
+    epoch_idx: int
+    num_requested: int | None
+    is_exhausted: bool = False
+    is_finished: bool = False
+    name: str = ""
+    metrics: MetricSummary | None = None
+    others: Mapping[str, MetricSummary] = field(default_factory=dict)
+    lost: Mapping[str, MetricSummary] = field(default_factory=dict)
+    place: DataPosition | None = None
+    call_number: int = 0
+
+    def __str__(self) -> str:
+        return f"after {self.num_steps} steps"
+
+    def for_others(self) -> RunState:
+        """Return a copy for ranks that do not continue this rank's metrics: without its metric objects."""
+        return self if self.metrics is None else replace(self, metrics=self.metrics.without_objects())
+
+
+# The start of an encoded row: the number of bytes in the row, the number of values, and the number of bytes of the
+# layout, which follows the values.
+_HEAD = struct.Struct("<IIQ")
+_FIRST_CAPACITY = 512
+
+
+class Row(NamedTuple):
+    """The metrics that one rank sends to all other ranks in one step.
+
+    Attributes:
+        layout: Says what the values mean, such as the names of the metrics.
+        numbers: The values.
+    """
+
+    layout: Any
+    numbers: Array
+
+
+class RowExchange:
+    """Sends this rank's row of metrics to all ranks in the group of workers, and receives the rows of the other ranks.
+
+    All ranks must call `exchange` together.
+
+    Args:
+        name: Name of this rank. Unlike its number, the name stays the same in later groups.
+        gather: All-gather function. It takes this rank's array, and returns the arrays of all ranks, which have the
+            same shape.
+    """
+
+    def __init__(self, name: str, gather: Gather) -> None:
+        self.name, self.gather = name, gather
+        self._capacity = _FIRST_CAPACITY
+        self._told: Any = None
+        self._layouts: dict[int, Any] = {}
+
+    def exchange(self, layout: Any, numbers: Sequence[float], gather: Gather | None = None) -> dict[str, Row]:
+        """Send a row to all ranks. Return the rows of all ranks, by rank name.
+
+        Args:
+            layout: The layout of this rank's row.
+            numbers: The values of this rank's row.
+            gather: All-gather function to use instead of the default, for example one that sends other data together
+                with the row. If the rows turn out to be too long for it, they are sent again with the default.
+        """
+        own = self._encoded((self.name, layout), numbers)
+        received = self._gathered(own, gather or self.gather)
+        heads = _heads_of(received)
+        while (needed := max(num_bytes for num_bytes, *_ in heads)) > self._capacity:
+            # All ranks compute the new capacity from the same rows, so it is the same on all ranks.
+            self._capacity = 1 << (needed - 1).bit_length()
+            received = self._gathered(own, self.gather)
+            heads = _heads_of(received)
+        return dict(map(self._decoded, itertools.count(), received, heads))
+
+    def _encoded(self, layout: Any, numbers: Sequence[float]) -> bytes:
+        told = b"" if layout == self._told else pickle.dumps(layout)
+        self._told = layout
+        body = struct.pack(f"<{len(numbers)}d", *numbers) + told
+        return _HEAD.pack(_HEAD.size + len(body), len(numbers), len(told)) + body
+
+    def _gathered(self, row: bytes, gather: Gather) -> list[Array]:
+        room = np.zeros(self._capacity, np.uint8)
+        fitting = row[: self._capacity]
+        room[: len(fitting)] = np.frombuffer(fitting, np.uint8)
+        return gather(room)
+
+    def _decoded(self, rank: int, row: Array, head: tuple[int, int, int]) -> tuple[str, Row]:
+        _, num_numbers, num_bytes = head
+        end = _HEAD.size + 8 * num_numbers
+        if num_bytes:
+            self._layouts[rank] = pickle.loads(row[end : end + num_bytes].data)
+        name, layout = self._layouts[rank]
+        return name, Row(layout, row[_HEAD.size : end].view("<f8"))
+
+
+def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:
+    return [_HEAD.unpack_from(row.data) for row in rows]
+
+
+class RankRows:
+    """Stores the last metrics that each rank has sent in a training call, even if the group of workers changes.
+
+    Attributes:
+        name: Name of this rank.
+        lost: The metrics of lost ranks, by rank name, as of the last completed step.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lost: dict[str, Any] = {}
+        self._told: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=2)
+
+    def note(self, num_steps: int, rows: Mapping[str, Any]) -> None:
+        """Store the rows that the ranks sent in one step.
+
+        Args:
+            num_steps: Number of steps that were completed before that step.
+            rows: The rows by rank name.
+        """
+        if self._told and self._told[-1][0] == num_steps:
+            self._told.pop()
+        self._told.append((num_steps, rows))
+
+    def forget(self, num_steps: int) -> None:
+        """Discard the rows that the ranks sent after `num_steps` steps were completed."""
+        self._told = deque((each for each in self._told if each[0] != num_steps), maxlen=2)
+
+    def as_of(self, num_steps: int) -> Mapping[str, Any]:
+        """Return the last rows that the ranks sent in the first `num_steps` steps of the call, by rank name.
+
+        Return an empty mapping if no such rows are stored.
+        """
+        return next((rows for before, rows in reversed(self._told) if before < num_steps), {})
+
+    def keep_lost(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:
+        """Keep the last rows of lost ranks, because a new group of workers continues the call.
+
+        Args:
+            num_steps: Number of completed steps.
+            rows: The rows of all ranks after these steps, by rank name.
+            present: Names of the ranks in the new group. Ranks that are not among them are lost.
+        """
+        self._told.clear()
+        self.note(num_steps - 1, rows)
+        self.lost.update({name: row for name, row in rows.items() if name not in present})

@@ -1,6 +1,6 @@
 """Datasets of Ray Data as batches: what is asked of Ray, and what becomes of rows.
 
-What Ray makes of it is seen in `tests/data/test_ray_data_integration.py`. Covers `raysgd.torch.data.ray_tensors`, too.
+What Ray makes of it is seen in `tests/data/test_ray_data_integration.py`. Covers `raysgd.torch.data.batches`, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from raysgd.core.arrays.ray_batches import BatchForm, RayBatches, RayLoader, RayShare, ray_batches
 from raysgd.core.engine.shared.types import World
-from raysgd.torch.data.ray_tensors import as_batch, as_tensor
+from raysgd.torch.data.batches import as_batch, as_tensor
 from raysgd.utils import BATCH_SIZE
 from tests.core.arrays.rows import Rows
 

@@ -25,7 +25,7 @@ import torch
 
 from raysgd.core.connections.torch import TorchConnection, mesh_group
 from raysgd.core.engine.shared.types import Rendezvous, World
-from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.strategy import DDP
 from tests.helpers.stories import ROOT
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core.arrays.batch_plan import PlannedBatch, plan_of
+from raysgd.core.arrays.division import PlannedBatch, plan_of
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.data import IterableStream
 from raysgd.exceptions import StreamError

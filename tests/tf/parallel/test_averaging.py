@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from raysgd.core.arrays.batch_plan import plan_of
+from raysgd.core.arrays.division import plan_of
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
 from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager, GradientLayout

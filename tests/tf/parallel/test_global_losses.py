@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
-from raysgd.core.arrays.batch_plan import plan_of
+from raysgd.core.arrays.division import plan_of
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.operator.internals import OperatorContext, TFSettings

@@ -1,6 +1,6 @@
 """The data of one replica: where it is, what a saved position does to it, and what becomes of it in another group.
 
-Covers `raysgd.trainer.worker.data.feed`: what it shares with TensorFlow is seen here over loaders.
+Covers `raysgd.trainer.worker.feed`: what it shares with TensorFlow is seen here over loaders.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
-from raysgd.torch.parallel.ddp_sync import DDPSync
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.sync import DDPSync
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.state.state_checks import check_progress
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts

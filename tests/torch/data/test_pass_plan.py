@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.arrays.batch_plan import BatchPlan
-from raysgd.core.arrays.division import BatchShare, Division
+from raysgd.core.arrays.division import BatchPlan, BatchShare, Division
 from raysgd.torch.data.batch_sampler import PassPlan
 
 

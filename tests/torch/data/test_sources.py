@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.torch import end_process_group
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.data.sample_order import length_of
@@ -22,10 +22,9 @@ from raysgd.torch.data.sources import (
     TorchCursor,
     tell_epoch,
 )
-from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import RankSums
-from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 SEED = 7

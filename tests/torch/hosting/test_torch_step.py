@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES
+from raysgd.core.arrays.division import BETWEEN_BATCHES
 from raysgd.core.engine.shared.types import StepLacksMemory, World
+from raysgd.core.text.log_lines import Once
 from raysgd.operators import GANOperator
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.hosting import torch_step
@@ -19,7 +20,7 @@ from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync
-from raysgd.torch.step.steps import OptimizerSteps
+from raysgd.torch.step.gradients import Gradients
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
@@ -72,7 +73,7 @@ def parts_of(operator: Plain, undo: bool | None = None, parallel: Strategy | Non
     made = make_undo(operator, parallel, undo, WORLD)
     parts = TorchParts(operator, parallel.sync, TorchFeed(lambda name: None, parallel, 1), made)
     internals = operator._raysgd
-    hooks = OptimizerSteps(operator, internals.precision, parallel.sync, StepOptions(), internals.callbacks)
+    hooks = Gradients(operator, internals.precision, parallel.sync, StepOptions(), internals.callbacks, Once())
     hooks.watch(internals.registered.optimizers)
     hooks.watch_last()
     parallel.sync.begin_leg((), may_run_backward=True, undo=made)

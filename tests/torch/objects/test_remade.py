@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raysgd.torch.objects.remade import RemadeParameters, digest_of
-from raysgd.torch.parallel.tensor_copies import lacks_memory
+from raysgd.torch.parallel.undo import lacks_memory
 
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1000, 33), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.complex64]
@@ -218,6 +218,6 @@ def test_ranks_that_made_something_else_name_it() -> None:
 
 def test_what_does_not_change_takes_no_memory_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     net = torch.nn.Linear(100, 100).requires_grad_(False)
-    monkeypatch.setattr("raysgd.torch.parallel.tensor_copies._free_bytes", lambda *place: 1000)
+    monkeypatch.setattr("raysgd.torch.parallel.undo._free_bytes", lambda *place: 1000)
     assert lacks_memory([net], 1) is not None
     assert lacks_memory([net], 1, RemadeParameters([net], Some, num_models=1).ids) is None

@@ -14,13 +14,14 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.core.engine.shared.types import World
+from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.objects.precision import Precision, make_precision
 from raysgd.torch.operator.registrar import compile_options
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
-from raysgd.torch.step.steps import OptimizerSteps
+from raysgd.torch.step.gradients import Gradients
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 from tests.torch.operators_for_tests import CPU, Bare, LinearOperator, a_model, an_optimizer, make
@@ -210,8 +211,8 @@ def test_batch_norms_become_synchronized_ones_with_the_same_parameters() -> None
 
 def test_what_stock_code_acts_on_says_which_optimizer_a_call_is_for_until_it_is_done() -> None:
     usual, given = an_optimizer(), an_optimizer()
-    parts = Precision(), GradientSync(), StepOptions(), InstalledCallbacks()
-    steps = OptimizerSteps(SimpleNamespace(optimizer=usual), *parts)
+    parts = Precision(), GradientSync(), StepOptions(), InstalledCallbacks(), Once()
+    steps = Gradients(SimpleNamespace(optimizer=usual), *parts)
     steps.watch([usual, an_optimizer()])
     with steps.acting_on_usual():
         assert steps.chosen("backward", given) == [given], "an argument says it first"

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.arrays.batch_plan import BatchPlan
-from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.strategy import Strategy
+from raysgd.core.arrays.division import BatchPlan
+from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.torch.parallel.tensors import unwrap
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 

@@ -17,12 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.time_spent import EXCHANGE, USEFUL
-from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.ddp_sync import COMM_HOOK
+from raysgd.torch.parallel.strategy import DDP
+from raysgd.torch.parallel.sync import COMM_HOOK
 from raysgd.trainer.worker.ledger import Ledger
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
@@ -79,7 +79,7 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
 
         add_up_with = add_up
 
-    monkeypatch.setattr("raysgd.torch.parallel.ddp_sync.mesh_group", Elsewhere)
+    monkeypatch.setattr("raysgd.torch.parallel.sync.mesh_group", Elsewhere)
     monkeypatch.setattr("raysgd.torch.parallel.record.is_group_broken", lambda: True)
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
@@ -99,7 +99,7 @@ def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyP
         def add_up(self, numbers: Any) -> None:
             at_once.append(numbers.nbytes)
 
-    monkeypatch.setattr("raysgd.torch.parallel.ddp_sync.mesh_group", lambda: Many(World(0, num_ranks)))
+    monkeypatch.setattr("raysgd.torch.parallel.sync.mesh_group", lambda: Many(World(0, num_ranks)))
     parallel, sizes = DDP(), (2**8, 2**11)
     models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
     parallel.attach(models)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.horovod import HorovodConnection, import_horovod
 from raysgd.core.engine.shared.types import World
 from raysgd.core.reading.strict_reading import NotPlainError

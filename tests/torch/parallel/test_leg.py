@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.scale import Scale
+from raysgd.torch.parallel.leg import Leg, Scale
 from raysgd.trainer.worker.step_loop import StepRules
 from tests.torch.planning import begin_next
 

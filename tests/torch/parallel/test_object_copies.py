@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.torch.parallel.object_copies import ObjectCopies
+from raysgd.torch.parallel.undo import ObjectCopies
 
 
 @dataclasses.dataclass

@@ -11,9 +11,9 @@ from torch.distributed import DistNetworkError
 
 import raysgd
 from raysgd.torch.parallel import record
-from raysgd.torch.parallel.ddp_sync import _tracked
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import FlightRecorder, StepRecord
+from raysgd.torch.parallel.sync import _tracked
 
 RECORDED = {name for name in vars(StepRecord()) if name[0] != "_" and name != "error"}
 LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:41803")

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.core.arrays.batch_plan import BatchPlan
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.torch.objects.criteria import LossCall
-from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.scale import Accumulation, BatchItems
+from raysgd.torch.parallel.leg import Accumulation, BatchItems, Leg
 from raysgd.trainer.worker.step_loop import StepRules
 
 LOSS = torch.ones((), requires_grad=True)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from raysgd.torch.parallel import sync
-from raysgd.torch.parallel.ddp_sync import DDPSync
+from raysgd.torch.parallel.sync import DDPSync
 from tests.core.connections.ranks import groups_of, on_all
 
 

@@ -1,6 +1,6 @@
 """Undo: what a batch changed is put back, or it is known that it cannot be.
 
-Covers `raysgd.torch.parallel.tensor_copies`, too.
+Covers `raysgd.torch.parallel.undo`, too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from raysgd.callbacks.averages import EMA
-from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES
+from raysgd.core.arrays.division import BETWEEN_BATCHES
 from raysgd.core.numbers.time_spent import START_UP, UNDO
 from raysgd.torch.objects.precision import NativeAmp
-from raysgd.torch.parallel import tensor_copies
+from raysgd.torch.parallel import undo as undoing
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.undo import Mode, Undo
 
@@ -445,15 +445,15 @@ def test_frozen_weights_that_begin_to_move_later_are_noticed(mode: Mode) -> None
 @pytest.mark.parametrize("shape", [(), (3,), (4,), (3, 8), (0, 4)])
 def test_a_digest_tells_numbers_and_rows_apart(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
-    [before] = tensor_copies.digests_of([tensor])
-    assert torch.equal(before, tensor_copies.digests_of([tensor.clone()])[0])
+    [before] = undoing.digests_of([tensor])
+    assert torch.equal(before, undoing.digests_of([tensor.clone()])[0])
     if tensor.numel():
         changed = tensor.clone()
         changed.view(-1)[-1] = not changed.view(-1)[-1]
-        assert not torch.equal(before, tensor_copies.digests_of([changed])[0])
+        assert not torch.equal(before, undoing.digests_of([changed])[0])
     if tensor.ndim == 2 and tensor.numel() and dtype is not torch.bool:
-        assert not torch.equal(before, tensor_copies.digests_of([tensor.flip(0)])[0])
-        assert tensor_copies.digests_of([tensor.T])[0].shape == (8,)
+        assert not torch.equal(before, undoing.digests_of([tensor.flip(0)])[0])
+        assert undoing.digests_of([tensor.T])[0].shape == (8,)
 
 
 # -------------------------------------------------------------------------------------------------- without copies
@@ -499,10 +499,10 @@ def test_copies_take_at_most_half_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, num_bytes: int, lacks: bool
 ) -> None:
     model = torch.nn.Linear(16, 16, bias=False)
-    monkeypatch.setattr(tensor_copies, "_free_bytes", lambda device, num_sharing: num_bytes)
-    assert (tensor_copies.lacks_memory([model], 1) is not None) == lacks
+    monkeypatch.setattr(undoing, "_free_bytes", lambda device, num_sharing: num_bytes)
+    assert (undoing.lacks_memory([model], 1) is not None) == lacks
 
 
 def test_the_free_memory_of_a_node_is_shared_by_its_workers() -> None:
-    alone, shared = (tensor_copies._free_bytes(torch.device("cpu"), number) for number in (1, 4))
+    alone, shared = (undoing._free_bytes(torch.device("cpu"), number) for number in (1, 4))
     assert alone is None or (shared is not None and shared < alone)

@@ -16,8 +16,7 @@ from raysgd.torch.parallel import record
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
-from raysgd.torch.step.gradients import Gradients
-from raysgd.torch.step.steps import backward_with
+from raysgd.torch.step.gradients import Gradients, backward_with
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest

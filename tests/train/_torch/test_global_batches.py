@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.core.connections.torch import end_process_group
 from raysgd.core.engine.shared.types import World
-from raysgd.torch.parallel.ddp import DDP
+from raysgd.torch.parallel.strategy import DDP
 from raysgd.train._torch.global_steps import GlobalSteps, step_only_where
 from raysgd.train._torch.loaders import GlobalBatches, GlobalStream, RepeatingLoader, of_stream, over_global_batches
 from raysgd.train._worker.membership import GroupPlace, Membership

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES, BatchPlan, plan_of
+from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan, plan_of
 from raysgd.trainer.worker.step_loop import StepRules, planned
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.state.copies import StateCopies, StateCopy
+from raysgd.trainer.worker.state.replica_state import StateCopies, StateCopy
 from raysgd.trainer.worker.state.state_checks import check_parts
 
 LARGE, SMALL = 10**6, 10  # bytes

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.arrays.batch_plan import BETWEEN_BATCHES, NO_BATCH, BatchPlan, PlannedBatch
+from raysgd.core.arrays.division import BETWEEN_BATCHES, NO_BATCH, BatchPlan, PlannedBatch
 from raysgd.torch.data.loader_feed import TorchFeed
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.data.data_cursor import DataCursor
-from raysgd.trainer.worker.step_loop import Batches, StepLoop, StepParts, StepRules
+from raysgd.trainer.worker.step_loop import Batches, DataCursor, StepLoop, StepParts, StepRules
 
 
 def step(batch: Any, ends_pass: bool | None = None) -> PlannedBatch:

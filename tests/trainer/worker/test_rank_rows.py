@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
-from raysgd.trainer.worker.data.rank_rows import RankRows, RowExchange
+from raysgd.trainer.worker.training_call import RankRows, RowExchange
 from tests.core.connections.ranks import groups_of
 from tests.core.connections.test_group import on_all
 

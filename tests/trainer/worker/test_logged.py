@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.worker.data.around_batch import note, with_logged
+from raysgd.trainer.worker.operator import Internals
 from tests.torch.conftest import make_local  # noqa: F401  a fixture
 from tests.torch.operators_for_tests import LinearOperator
 
@@ -18,30 +18,30 @@ Make = Callable[..., TorchTrainer]
 
 
 def test_what_was_logged_joins_the_next_metrics_once() -> None:
-    logged: dict[str, Any] = {}
-    note(logged, "iou", 1)
-    note(logged, "iou", 2)
-    note(logged, "loss", 3)
-    assert with_logged({"loss": 4}, logged) == {"iou": 2, "loss": 4}
-    assert with_logged({"loss": 5}, logged) == {"loss": 5}
+    internals = Internals({}, None)
+    internals.log("iou", 1)
+    internals.log("iou", 2)
+    internals.log("loss", 3)
+    assert internals.completed({"loss": 4, "num_samples": 1}, None) == {"iou": 2, "loss": 4, "num_samples": 1}
+    assert internals.completed({"loss": 5, "num_samples": 1}, None) == {"loss": 5, "num_samples": 1}
 
 
 def test_a_logged_tensor_keeps_no_graph() -> None:
-    logged: dict[str, Any] = {}
-    note(logged, "norm", torch.ones((), requires_grad=True) * 2)
-    assert not logged["norm"].requires_grad
+    internals = Internals({}, None)
+    internals.log("norm", torch.ones((), requires_grad=True) * 2)
+    assert not internals.logged["norm"].requires_grad
 
 
 @pytest.mark.parametrize("name", ["num_samples", "batch_weight", "batch_count"])
 def test_counters_cannot_be_logged(name: str) -> None:
     with pytest.raises(ValueError, match=rf"`log\('{name}', \.\.\.\)`: .* Return it"):
-        note({}, name, 1)
+        Internals({}, None).log(name, 1)
 
 
 @pytest.mark.parametrize("name", [3, "", None])
 def test_a_metric_needs_a_name(name: Any) -> None:
     with pytest.raises(TypeError, match="the first argument is the name of a metric"):
-        note({}, name, 1)
+        Internals({}, None).log(name, 1)
 
 
 class Logs(LinearOperator):

@@ -23,12 +23,10 @@ from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochAnswer, merged
-from raysgd.trainer.worker.data.epoch_run import Gate, HeldAtBoundary, RunState
-from raysgd.trainer.worker.data.rank_rows import Row
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.state.copies import StateCopies
+from raysgd.trainer.worker.state.replica_state import StateCopies
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
-from raysgd.trainer.worker.training_call import TrainingCall
+from raysgd.trainer.worker.training_call import Gate, Held, Row, RunState, TrainingCall
 from raysgd.utils import BATCH_COUNT
 from tests.helpers.processes import wait_until
 
@@ -160,7 +158,7 @@ def test_a_run_that_goes_on_in_another_group_does_not_stop_where_the_last_group_
 
 
 def test_the_end_of_an_epoch_passes_by_user_code_that_catches_exceptions() -> None:
-    assert not issubclass(HeldAtBoundary, Exception)
+    assert not issubclass(Held, Exception)
 
 
 # ------------------------------------------------------------------------------------------------ the run

@@ -1,1 +1,0 @@
-"""The training and validation data in one worker: streams of batches, and the position in each stream."""
