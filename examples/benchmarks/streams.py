@@ -169,7 +169,7 @@ def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dic
     from raysgd.streams.lanes import NUM_LANES
     from raysgd.streams.source import stream_data
     from raysgd.torch.data.batches import TensorCollate
-    from raysgd.torch.parallel.ranks import RankSums
+    from raysgd.torch.data.feed import RankSums
     from raysgd.torch.parallel.strategy import Strategy
 
     consumed, lanes = num_shards * rows_per_shard // 2, None

@@ -10,7 +10,7 @@ import torch
 from raysgd.core.arrays.division import BETWEEN_BATCHES
 from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
-from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.hosting.torch_step import TorchParts, make_undo
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects

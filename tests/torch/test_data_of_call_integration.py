@@ -1,6 +1,6 @@
 """A call over data that only it has goes on after a loss, in the samples that are left.
 
-Covers `raysgd.torch.data.loader_feed` in a group of several processes.
+Covers `raysgd.torch.data.feed` in a group of several processes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed, StateHandover, World
 from raysgd.core.state.state_codec import decode
 from raysgd.torch import TrainingOperator
-from raysgd.torch.data.sources import DividedLoaderSource, PlainSource
+from raysgd.torch.data.feed import DividedLoaderSource, PlainSource
 from raysgd.torch.objects.metric_objects import capture
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions

@@ -134,7 +134,7 @@ def shard_loader(
         loader=_rebuild(loader, sampler, pin_memory),
         sampler=sampler,
         own_sampler=own_sampler,
-        seed_hint=seed_of(loader, torch.initial_seed()),
+        seed_hint=seed_hint_of(loader, torch.initial_seed()),
         num_samples=order.num_samples,
         signature=signature,
     )
@@ -195,7 +195,7 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
     return DataLoader(dataset, batch_sampler=sampler, **options)
 
 
-def seed_of(loader: Any, seed: int) -> int:
+def seed_hint_of(loader: Any, seed: int) -> int:
     """Return the initial seed of a `torch.Generator` in the user's loader or its samplers; `seed` if there is none."""
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))

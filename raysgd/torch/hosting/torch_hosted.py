@@ -20,9 +20,8 @@ from raysgd.exceptions import OnFailure
 from raysgd.streams.source import StreamData
 from raysgd.torch.data import call_data
 from raysgd.torch.data.call_data import PredictionLoader
-from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.feed import DividedLoaderSource, TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
-from raysgd.torch.data.sources import DividedLoaderSource
 from raysgd.torch.hosting.torch_state import TorchState
 from raysgd.torch.hosting.torch_step import TorchParts, is_plain, make_undo
 from raysgd.torch.objects import hyperparameters, metric_objects, rng

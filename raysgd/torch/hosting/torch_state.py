@@ -19,7 +19,7 @@ from raysgd.torch.checkpoints import divided_folder, divided_state
 from raysgd.torch.checkpoints.checkpoint_file import GRADIENTS, TRAINED
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.checkpoints.divided_state import Path_
-from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.loading import (
     check_model,

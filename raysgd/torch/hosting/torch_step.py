@@ -17,8 +17,7 @@ from raysgd.core.connections.torch import is_connection_error
 from raysgd.core.engine.shared.types import StepLacksMemory, World
 from raysgd.core.text.frames import defined_at
 from raysgd.torch.data.batches import count_samples
-from raysgd.torch.data.loader_feed import TorchFeed
-from raysgd.torch.data.sources import LoaderSource
+from raysgd.torch.data.feed import LoaderSource, TorchFeed
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar

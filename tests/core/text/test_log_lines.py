@@ -30,8 +30,8 @@ SPEAK = """
 import logging
 import raysgd
 {set_up}
-logging.getLogger("raysgd.torch.data.loader_feed").info("an aside")
-logging.getLogger("raysgd.torch.data.loader_feed").warning("numbers change")
+logging.getLogger("raysgd.torch.data.feed").info("an aside")
+logging.getLogger("raysgd.torch.data.feed").warning("numbers change")
 logging.getLogger("other").warning("not ours")
 """
 
@@ -124,8 +124,8 @@ def test_a_driver_has_nothing_to_hand_over() -> None:
 
 
 UNEVEN, EMPTY = (
-    WorkerLogLine("raysgd.torch.data.loader_feed", 30, "uneven"),
-    WorkerLogLine("raysgd.torch.data.loader_feed", 30, "empty"),
+    WorkerLogLine("raysgd.torch.data.feed", 30, "uneven"),
+    WorkerLogLine("raysgd.torch.data.feed", 30, "empty"),
 )
 
 
@@ -139,7 +139,7 @@ def test_a_line_is_told_once_with_all_who_said_it(caplog: pytest.LogCaptureFixtu
     relay = LogRelay()
     first = told(relay, {"0": [UNEVEN, UNEVEN], "1": [], "2": [EMPTY, UNEVEN]}, caplog)
     assert first == ["ranks 0, 2: uneven", "rank 2: empty"]
-    assert caplog.records[0].name == "raysgd.torch.data.loader_feed"
+    assert caplog.records[0].name == "raysgd.torch.data.feed"
     assert told(relay, {"1": [UNEVEN, EMPTY]}, caplog) == []
     assert told(LogRelay(), {"1": [UNEVEN]}, caplog) == ["rank 1: uneven"]
     assert told(LogRelay(), {str(rank): [UNEVEN] for rank in range(1000)}, caplog) == ["ranks 0-999: uneven"]

@@ -19,7 +19,7 @@ from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.arrays.division import Division
 from raysgd.streams.source import stream_data
 from raysgd.torch.data.batch_sampler import GlobalBatchRule
-from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
 from raysgd.torch.parallel.leg import Leg

@@ -12,18 +12,18 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.torch import end_process_group
-from raysgd.torch.data.loader_feed import TorchFeed
-from raysgd.torch.data.sample_order import length_of
-from raysgd.torch.data.sampling import ShardedLoader, shard_loader
-from raysgd.torch.data.sources import (
+from raysgd.torch.data.feed import (
     DividedLoaderSource,
     LoaderSource,
     PlainSource,
+    RankSums,
     TorchCursor,
+    TorchFeed,
     tell_epoch,
 )
+from raysgd.torch.data.sample_order import length_of
+from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 

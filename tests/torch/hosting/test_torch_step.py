@@ -12,7 +12,7 @@ from raysgd.core.arrays.division import BETWEEN_BATCHES
 from raysgd.core.engine.shared.types import StepLacksMemory, World
 from raysgd.core.text.log_lines import Once
 from raysgd.operators import GANOperator
-from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.hosting import torch_step
 from raysgd.torch.hosting.torch_step import TorchParts, make_undo, needs_copies
 from raysgd.torch.objects.precision import Precision

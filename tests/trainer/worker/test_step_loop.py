@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raysgd.core.arrays.division import BETWEEN_BATCHES, NO_BATCH, BatchPlan, PlannedBatch
-from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.step_loop import Batches, DataCursor, StepLoop, StepParts, StepRules

@@ -16,9 +16,8 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.torch.data.loader_feed import TorchFeed
+from raysgd.torch.data.feed import DividedLoaderSource, TorchCursor, TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
-from raysgd.torch.data.sources import DividedLoaderSource, TorchCursor
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy

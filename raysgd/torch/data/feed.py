@@ -1,4 +1,4 @@
-"""Sources of one worker's batches, and the cursor that draws the batches of a source.
+"""`TorchFeed`: opens one worker's data as cursors, which draw the batches of a source and know the position in it.
 
 For a loader that the library shards, each rank knows in advance how many samples all ranks have in each step. To train
 on any other loader, the ranks all-reduce the sizes of their batches before each step, while they train on the previous
@@ -9,23 +9,92 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import DistNetworkError
 
+from raysgd.core.arrays.data_kinds import RepeatedBatches
 from raysgd.core.arrays.division import NO_BATCH, PlannedBatch, plan_of, with_seeds
+from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.core.numbers.seeds import seed_of
-from raysgd.streams.source import StreamSource
-from raysgd.torch.data.batch_sampler import PassPlan
-from raysgd.torch.data.batches import count_samples
+from raysgd.exceptions import NoDataError
+from raysgd.streams.global_reader import Numbers, StartSum
+from raysgd.streams.source import StreamData, StreamSource, stream_data
+from raysgd.streams.stream import Stream
+from raysgd.torch.data import call_data
+from raysgd.torch.data.batch_sampler import GlobalBatchRule, PassPlan
+from raysgd.torch.data.batches import TensorCollate, as_batch, count_samples
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
-from raysgd.torch.data.sampling import ShardedLoader
-from raysgd.torch.parallel.ranks import RankSums
-from raysgd.torch.parallel.strategy import Summation
+from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_hint_of
+from raysgd.torch.parallel.strategy import Strategy, Summation
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.messages.prediction import AsBatch
+from raysgd.trainer.worker.feed import DataFeed, has_divided_source
 from raysgd.trainer.worker.step_loop import DataCursor
+
+
+class RankSums:
+    """This worker's rank in its worker group, and sums over all ranks of the group.
+
+    Each new worker group needs a new object.
+
+    Args:
+        parallel: Strategy, such as DDP, whose communication computes the sums.
+        rank: Rank of this worker.
+        world_size: Number of workers.
+
+    Attributes:
+        rank: Rank of this worker.
+        world_size: Number of workers.
+    """
+
+    def __init__(self, parallel: Strategy, rank: int = 0, world_size: int = 1) -> None:
+        self._parallel = parallel
+        self.rank, self.world_size = rank, world_size
+
+    @property
+    def is_global(self) -> bool:
+        """True if this worker takes synchronized optimizer steps with other workers."""
+        return self.world_size > 1 and self._parallel.sync.averages
+
+    @cached_property
+    def start_sum(self) -> Summation:
+        """Function that starts to sum a tensor over the ranks, in the background.
+
+        The first read creates a process group, so all ranks must read this property for the first time together.
+        """
+        return self._parallel.summation()
+
+    def adding(self) -> StartSum:
+        """Return a function that starts to sum a NumPy array over the ranks, in the background.
+
+        The returned function starts a sum and returns another function, which waits for that sum and returns it.
+
+        Raises:
+            ValueError: There is only one worker, or the workers do not communicate.
+        """
+        if not self.is_global:
+            raise ValueError(
+                'With `strategy="none"` workers do not communicate, but a stream with a filter, or with shards of '
+                "unknown length, needs this. Omit `strategy`, or pass a stream without these."
+            )
+        start_sum = self.start_sum
+
+        def start(numbers: Numbers) -> Callable[[], Numbers]:
+            wait = start_sum(torch.from_numpy(numbers))
+
+            def summed() -> Numbers:
+                wait()
+                return numbers
+
+            return summed
+
+        return start
+
 
 logger = logging.getLogger(__name__)
 
@@ -385,3 +454,172 @@ def tell_epoch(loader: Any, pass_index: int) -> None:
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)
             return
+
+
+logger = logging.getLogger(__name__)
+
+
+class TorchFeed(DataFeed):
+    """Opens cursors over the loaders that the operator registered, or over data that the user passes.
+
+    The user may pass data for one call to `train` or `validate` as the call's argument `dataset`.
+
+    Args:
+        data_of: Function that gets "train" or "validation" and returns the data that the operator registered under this
+            name, or None.
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
+        world_size: Number of workers.
+        rank: Rank of this worker.
+        rule: Rule for splitting global batches among the workers; None if each batch of a loader is for one worker.
+        make_batch: Function that creates batches from arrays that the user passes.
+    """
+
+    def __init__(
+        self,
+        data_of: Callable[[str], ShardedLoader | UndividedLoader | StreamData | None],
+        parallel: Strategy,
+        world_size: int,
+        rank: int = 0,
+        rule: GlobalBatchRule | None = None,
+        make_batch: AsBatch = as_batch,
+    ) -> None:
+        super().__init__()
+        self._data_of = data_of
+        self._parallel = parallel
+        self.rule = rule
+        self._make_batch = make_batch
+        self._group = RankSums(parallel, rank, world_size)
+
+    @property
+    def _ranks(self) -> RankSums:
+        return self._group
+
+    @property
+    def _registered_stream(self) -> StreamData | None:
+        data = self._data_of("train")
+        return data if isinstance(data, StreamData) else None
+
+    def _cursor_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchCursor:
+        return TorchCursor(source, begin_pass)
+
+    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
+        loader, ranks = self.made_of_call(name, request), self._ranks
+        if isinstance(loader, Stream):
+            assert self.rule is not None, "checked in the driver"
+            made = stream_data(loader, name, self.rule.of_streams, ranks.world_size)
+            return self._stream_source(made, request.seed)
+        data = loader
+        if self.data_of_call[name].goes_to_all:
+            data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
+        if isinstance(data, ShardedLoader):
+            return DividedLoaderSource(data, seed_hint_of(loader, request.seed))
+        return self._plain_source(data, training)
+
+    def _make(self, name: str) -> Any:
+        return call_data.batches_of(self.data_of_call[name], self.collate_fn(name), self._make_batch)
+
+    def collate_fn(self, name: str) -> Any:
+        """Return the `collate_fn` of the loader registered under `name`, or else of the other registered loader.
+
+        Return None if neither loader creates batches from samples.
+
+        Args:
+            name: "train" or "validation".
+        """
+        other = "train" if name == "validation" else "validation"
+        return call_data.collate_fn_of(getattr(self._data_of(each), "loader", None) for each in (name, other))
+
+    def ray_loader(self, name: str) -> RayLoader | None:
+        loader = getattr(self._data_of(name), "loader", None)
+        return loader if isinstance(loader, RayLoader) else None
+
+    def _open_validation(self, request: EpochRequest) -> TorchCursor:
+        is_of_call = request.shard_key is not None
+        find = self._source_of_call if is_of_call else self._source
+        source = find("validation", request, training=False)
+        is_dealt = is_of_call or self.ray_loader("validation") is not None
+        return TorchCursor(source, lambda: 0, has_one_pass=is_dealt and isinstance(source, PlainSource))
+
+    def _source(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
+        data = self._data_of(name)
+        if data is None:
+            return PlainSource(RepeatedBatches(partial(_refuse_missing, name)))
+        if isinstance(data, ShardedLoader):
+            return DividedLoaderSource(data, request.seed)
+        if isinstance(data, StreamData):
+            return self._stream_source(data, request.seed)
+        return self._plain_source(data.loader, training)
+
+    def _stream_source(self, data: StreamData, seed: int) -> StreamSource:
+        return StreamSource(data, self._ranks, seed, TensorCollate())
+
+    def _plain_source(self, loader: Any, training: bool) -> PlainSource:
+        return PlainSource(loader, is_in_lockstep=training and self._parallel.sync.averages)
+
+    def take_rank(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
+        """Reshard the registered data after the number of workers has changed.
+
+        Streams over other data, and an unfinished validation, are discarded.
+
+        Args:
+            rank: This worker's new rank.
+            size: New number of workers.
+            batch_size: New `BATCH_SIZE` in this worker's config; None if the config has none.
+            instead_of: Previous `BATCH_SIZE` in this worker's config. Loaders with this batch size get `batch_size`
+                instead. All other loaders keep their batch size.
+        """
+        self._group = RankSums(self._parallel, rank, size)
+        self._of_call = None, None
+        self._left_to_validate = None
+        for name in ("train", "validation"):
+            data = self._data_of(name)
+            if isinstance(data, ShardedLoader):
+                data.sampler.rule = self.rule
+                data.sampler.reshape(rank, size, batch_size if data.sampler.batch_size == instead_of else None)
+
+    def limit_batches(self, size: int) -> None:
+        super().limit_batches(size)
+        assert self.rule is not None, "`micro_batch_size` needs global batches"
+        self.rule = replace(self.rule, cap=size)
+        self.break_off()
+        self.take_rank(self._group.rank, self._group.world_size, None, None)
+
+    def is_divided(self, cursor: Any) -> bool:
+        if cursor is not None and cursor is self._of_call[1]:
+            return self.obstacle_of_call(cursor) is None
+        return super().is_divided(cursor)
+
+    def obstacle_of_call(self, cursor: Any) -> str | None:
+        if cursor is not self._of_call[1] or cursor is None:
+            return None
+        if not has_divided_source(cursor):
+            return "the data of this call are not sharded by the library"
+        source = cursor.source
+        if isinstance(source, DividedLoaderSource) and not source.is_repeatable:
+            name = source.order.name
+            return f"the order of the data of this call comes from {name}, which draws a new order each time"
+        return None
+
+    def obstacle(self, name: str) -> str | None:
+        data = self._data_of(name)
+        if isinstance(data, UndividedLoader):
+            return f"the {name} loader is not sharded by the library ({data.reason})"
+        return None
+
+    def samples_used(self) -> SamplesUsed | None:
+        cursor = self.train_cursor
+        if not has_divided_source(cursor):
+            return None
+        due, used, in_flight = cursor.samples_used()
+        source = cursor.source
+        return SamplesUsed(cursor.pass_index, due, used, in_flight, left_out=source.left_out)
+
+
+def _refuse_missing(name: str) -> Iterator[Any]:
+    """Raise `NoDataError`. Called when a call iterates over a loader that the operator did not register.
+
+    Args:
+        name: "train" or "validation".
+    """
+    way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
+    raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")
