@@ -123,13 +123,15 @@ class Run:
             Wrong: Something is not as documented.
         """
         for word in words:
-            if word.is_death:
-                self._die(word)
-            elif word.name == GROWTH:
-                self._subject.grow()
-            else:
-                self._call(word)
-        self._subject.check()
+            with alarm(HANG_S, self._subject):  # of each, because a sequence of several deaths may take longer
+                if word.is_death:
+                    self._die(word)
+                elif word.name == GROWTH:
+                    self._subject.grow()
+                else:
+                    self._call(word)
+        with alarm(HANG_S, self._subject):
+            self._subject.check()
 
     def _die(self, word: Word) -> None:
         self._is_disturbed = True
@@ -227,8 +229,7 @@ class Runner:
                 subject.start_over()
             num_events = len(subject.events())
             step = " ".join(map(str, words))
-            with alarm(HANG_S, subject):
-                Run(subject, self.sums).go_through(words)
+            Run(subject, self.sums).go_through(words)
             found = None
             events = subject.events()[num_events:]
         except (Exception, Hang) as error:
