@@ -14,7 +14,6 @@ from raysgd.core.engine.gathering import Listener
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.liveness import LivenessCheck
-from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
@@ -26,7 +25,7 @@ from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
-from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
+from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.torch_step import TorchParts
 from raysgd.torch.parallel.undo import TensorCopies, Undo
 from raysgd.trainer.worker import training_call

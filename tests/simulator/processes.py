@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
-    Answered,
-    Failed,
     Failure,
     HeldAtStep,
     Outcome,
@@ -24,7 +22,7 @@ from raysgd.core.engine.shared.types import (
     WorkerInfo,
     World,
 )
-from raysgd.core.engine.worker import WorkerAnswer, WorkerFailed
+from raysgd.core.engine.worker import WorkerAnswer, outcome_of
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection
@@ -50,9 +48,7 @@ class Call(Future):
     def outcome(self, rank: int) -> Outcome:
         if not self.is_done:
             return Unanswered(rank)
-        if self.error is not None:
-            return Failed(rank, self.error)
-        return Answered(rank, self.value)
+        return outcome_of(rank, self.value if self.error is None else self.error)
 
 
 class Host(Protocol):
@@ -181,9 +177,7 @@ class Process:
         except BaseException:
             running.close()
             raise
-        if running.done.error is not None:
-            raise WorkerFailed(self._failure(running.done.error))
-        return running.done.value
+        return running.done.value if running.done.error is None else self._failure(running.done.error)
 
     def close_here(self) -> None:
         """The worker in the driver ends; its process goes on."""

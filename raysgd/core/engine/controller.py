@@ -22,17 +22,17 @@ from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.lifecycle import RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
-from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy, classify
 from raysgd.core.engine.recovery import interpreter
-from raysgd.core.engine.recovery.incident import LOST_ON_ITS_WAY
 from raysgd.core.engine.recovery.interpreter import Interpreter
+from raysgd.core.engine.recovery.running_call import LOST_ON_ITS_WAY
 from raysgd.core.engine.recovery.states import NUM_COPIES
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Failed
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
+from raysgd.core.engine.startup import Loan
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import OnFailure, RaySGDError, WorkersLostError

@@ -47,7 +47,6 @@ from raysgd.core.engine.worker import (
     notes_of,
     pack,
     packed_bytes,
-    with_rank,
 )
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
@@ -393,7 +392,7 @@ class WorkerGroup:
         outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, outcome in outcomes.items() if not outcome.answered}
         self._spec.relay.tell({str(rank): notes_of(outcome) for rank, outcome in sorted(outcomes.items())})
-        return GroupReport(tuple(with_rank(outcomes[rank]) for rank in sorted(calls)))
+        return GroupReport(tuple(outcomes[rank] for rank in sorted(calls)))
 
     def _gather_both(
         self, local: Mapping[int, LocalCall], listener: Listener, on_wait: Callable[[], None] | None

@@ -21,8 +21,8 @@ from raysgd.core.cluster.ray_session import RayThread
 from raysgd.core.engine import transfers
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.shared.types import Answered, Failed, Failure, Outcome, Unanswered, WorkerInfo
-from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
+from raysgd.core.engine.shared.types import Failed, Failure, Outcome, Unanswered, WorkerInfo
+from raysgd.core.engine.worker import LocalWorker, RemoteWorker, cannot_import, node_here, outcome_of
 from raysgd.core.private_names import find_name
 from raysgd.exceptions import WorkerFault
 
@@ -136,11 +136,9 @@ class Platform:
                 value = ray.get(reference, timeout=0)
             else:
                 value = reference.answer() if reference.has_answer else ray.get(reference.line.attending, timeout=0)
-            return Failed(rank, value) if isinstance(value, Failure) else Answered(rank, value)
+            return outcome_of(rank, value)
         except ray.exceptions.GetTimeoutError:
             return Unanswered(rank)
-        except WorkerFailed as carrier:  # Ray raises a subclass of `WorkerFailed`
-            return Failed(rank, getattr(carrier, "cause", carrier).failure)
         except ray.exceptions.RayTaskError as error:  # an error that the worker did not wrap, or that Ray raised
             return Failed(rank, Failure("user", _fault(rank, _cause_of(error), str(error))))
         except ray.exceptions.RaySystemError as error:  # this process cannot unpickle the value

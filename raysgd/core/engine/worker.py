@@ -57,17 +57,6 @@ _FOLDER = "/dev/fd"
 _RAYLET = "/raylet"  # the path of the socket to Ray's node process (the raylet) ends with this
 
 
-class WorkerFailed(Exception):
-    """An exception that carries a `Failure` from a worker. Ray raises it again when the driver reads the result."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
-    def __str__(self) -> str:  # kept short, because Ray includes it in the message of its own exception
-        return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
-
-
 @dataclass(frozen=True)
 class WorkerAnswer:
     """A worker's answer to a call.
@@ -83,15 +72,15 @@ class WorkerAnswer:
     notes: tuple[WorkerLogLine, ...] = ()
 
 
-def with_rank(outcome: Outcome) -> Outcome:
-    """Return the outcome of a worker's call.
+def outcome_of(rank: int, reply: Any) -> Answered | Failed:
+    """Return the outcome of a call to a worker, which has returned `reply`.
 
     If the worker failed before it got its rank, add the rank to the failure.
     """
-    if not isinstance(outcome, Failed) or outcome.failure.fault.rank >= 0:
-        return outcome
-    fault = replace(outcome.failure.fault, rank=outcome.rank)
-    return replace(outcome, failure=replace(outcome.failure, fault=fault))
+    if not isinstance(reply, Failure):
+        return Answered(rank, reply)
+    fault = reply.fault if reply.fault.rank >= 0 else replace(reply.fault, rank=rank)
+    return Failed(rank, replace(reply, fault=fault))
 
 
 def notes_of(outcome: Outcome) -> tuple[WorkerLogLine, ...]:
@@ -220,7 +209,10 @@ def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | Non
 
 
 def _guarded(method: MethodT) -> MethodT:
-    """Decorate a method of `WorkerProcess` so that exceptions raised in it are sent to the driver as a `Failure`."""
+    """Decorate a method of `WorkerProcess` so that it returns a `Failure` instead of raising an exception.
+
+    Ray transfers return values faster than exceptions, and all survivors report a lost connection at the same time.
+    """
 
     @wraps(method)
     def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
@@ -230,8 +222,7 @@ def _guarded(method: MethodT) -> MethodT:
         except BaseException as error:  # user code may raise anything, even SystemExit
             if not self._is_from_call(error):
                 raise
-            failure = self._failure(error)
-        return self._fail(failure)
+            return self._failure(error)
 
     return cast(MethodT, guarded)
 
@@ -386,8 +377,8 @@ class WorkerProcess:
         """Run `function(replica, *args)`. If `capture` is True, copy the training state right after the call."""
         return _answer(self, function(self.replica, *args), capture, landed)
 
-    def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
-        """Run a call that `pack` pickled, and return the answer.
+    def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer | Failure:
+        """Run a call that `pack` pickled, and return the answer. If the call raised an exception, return the failure.
 
         If this worker has already run a call with the same number, repeat the reply to that call. This happens if the
         process of a detached trainer died during the call.
@@ -396,9 +387,9 @@ class WorkerProcess:
             packed: The pickled call.
             values: The objects whose references `pack` returned separately.
         """
-        return self._told(_reply_of(self, packed, values))
+        return _reply_of(self, packed, values)
 
-    def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
+    def attend(self, name: str, packed: bytes) -> WorkerAnswer | Failure | None:
         """Run a call and send the answer over a Unix socket.
 
         Then run the calls that arrive on the socket until it closes. This method ends early if a call fails, because
@@ -409,7 +400,7 @@ class WorkerProcess:
             packed: The first call, as pickled by `pack`.
 
         Returns:
-            None, or the last answer if it could not be sent over the socket.
+            None, or the last answer or failure if it could not be sent over the socket.
         """
         line = LineEnd(name)
         try:
@@ -419,14 +410,11 @@ class WorkerProcess:
                 # This must be set before the driver gets the answer, because the driver may then request a stack.
                 self.call_thread = _NO_THREAD
                 if isinstance(reply, Failure) or not line.answer(reply):
-                    return self._told(reply)
+                    return reply
                 message = line.next()
             return None
         finally:
             line.hang_up()
-
-    def _told(self, reply: WorkerAnswer | Failure) -> WorkerAnswer:
-        return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
 
     def last_call(self) -> CallNumber | None:
         """Return the number of the last state-changing call that this worker started.
@@ -440,14 +428,14 @@ class WorkerProcess:
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` in the thread that runs calls.
 
-        Errors are raised unchanged, not as `WorkerFailed`.
+        Errors are raised unchanged, not returned as a `Failure`.
         """
         return function(*args, **kwargs)
 
     def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function(replica, *args, **kwargs)` in the thread that runs calls.
 
-        Errors are raised unchanged, not as `WorkerFailed`.
+        Errors are raised unchanged, not returned as a `Failure`.
         """
         return function(self.replica, *args, **kwargs)
 
@@ -531,10 +519,6 @@ class WorkerProcess:
             self._connection.give_up(error)  # ranks that wait for this rank then notice the failure
         return failure
 
-    def _fail(self, failure: Failure) -> Any:
-        """Send the failure of a call to the driver by raising it."""
-        raise WorkerFailed(failure)
-
     def _is_from_call(self, error: BaseException) -> bool:
         """Return True if an error was raised by the call.
 
@@ -590,10 +574,7 @@ class LocalCall:
 
     def run(self, rank: int) -> Outcome:
         """Run the call. If it raises an exception, the returned failure contains the live traceback, for debuggers."""
-        try:
-            return Answered(rank, self.function())
-        except WorkerFailed as carrier:
-            return with_rank(Failed(rank, carrier.failure))
+        return outcome_of(rank, self.function())
 
 
 WorkerMethod: TypeAlias = Callable[Concatenate[WorkerProcess, P], Any]
@@ -723,13 +704,6 @@ class _HostedProcess(WorkerProcess):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         let_go_of_ray()
         super().__init__(*args, **kwargs)
-
-    def _fail(self, failure: Failure) -> Any:
-        """Send the failure of a call to the driver. If user code raised, raise the failure, otherwise return it.
-
-        All survivors report a lost connection at the same time, and Ray transfers return values faster than exceptions.
-        """
-        return failure if failure.kind != "user" else super()._fail(failure)
 
 
 def let_go_of_ray() -> None:

@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.core.engine.loan import Loan
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Answered, Failed, Failure, FailureKind, Outcome, Unanswered, WorkerInfo
-from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
+from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerAnswer, WorkerProcess
 from tests.helpers.fakes import FakeClock, fault
 

@@ -1,26 +1,181 @@
-"""Runs a call on all ranks, one attempt after the other, and says how an attempt has ended."""
+"""Runs a call on all ranks, one attempt after the other, and says what has befallen the group in it, also in words."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber
-from raysgd.core.engine.lifecycle import Lifecycle
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.lifecycle import Lifecycle, start_error
 from raysgd.core.engine.monitor import Monitor
-from raysgd.core.engine.policies import Diagnosis, FailurePolicy, RetryBudget, classify, failed_alike, is_lack_of_memory
-from raysgd.core.engine.recovery.incident import Incident
-from raysgd.core.engine.recovery.states import CallFailed, CallRefused, End, Members, Paused
+from raysgd.core.engine.policies import (
+    LOOK_AT_RAYS_LOG,
+    Diagnosis,
+    FailurePolicy,
+    RetryBudget,
+    classify,
+    failed_alike,
+    is_lack_of_memory,
+    words,
+)
+from raysgd.core.engine.recovery.states import NUM_COPIES, CallFailed, CallRefused, End, Members, Paused
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed
-from raysgd.core.engine.shared.types import Answered, Failed, GroupReport, HeldAtStep
-from raysgd.exceptions import RanksDifferError
+from raysgd.core.engine.shared.types import Answered, Failed, GroupReport, HeldAtStep, WorkerInfo
+from raysgd.core.text.log_lines import named
+from raysgd.core.worker_errors import worker_error
+from raysgd.exceptions import RanksDifferError, UnevenStepsError, WorkersLostError
 
 logger = logging.getLogger(__name__)
 
 _NO_CALL = Call(replica.nothing)
+LOST_ON_ITS_WAY = (
+    f"The state was lost on its way to the driver {NUM_COPIES} times. The log above names the cause; "
+    "too little memory in Ray's object store is a frequent one."
+)
+_WHERE = {End.RAISED_INSIDE: "others were inside the call", End.RAISED_APART: "others were elsewhere"}
+
+
+@dataclass
+class Incident:
+    """Why a group is changed, replaced or ended.
+
+    Attributes:
+        began: When the driver noticed, on the engine's clock.
+        size: Number of workers before.
+        group: The group, if there was one.
+        reason: Why, if no call has failed.
+        diagnosis: The cause of the failed call, if one has failed.
+        divergence: How the steps of the ranks differ, if they do.
+        lacks_memory: True if memory ran out after the group had shrunk.
+        lost: Ranks that are known to be lost.
+        silent: Ranks that stopped to answer.
+        obstacles: Why the survivors do not continue.
+    """
+
+    began: float
+    size: int
+    group: WorkerGroup | None
+    reason: str = ""
+    diagnosis: Diagnosis | None = None
+    divergence: str = ""
+    lacks_memory: bool = False
+    lost: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+    obstacles: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._workers: Sequence[Any] = [] if self.group is None else list(self.group.workers)
+        self._infos: Sequence[WorkerInfo] = [] if self.group is None else list(self.group.infos)
+
+    def lose(self, members: Members) -> None:
+        """Note that these workers are lost."""
+        self.lost |= {rank for rank, worker in enumerate(self._workers) if worker in members}
+
+    def moves_rank_0(self, info: WorkerInfo) -> bool:
+        """Return True if another worker is rank 0 than before."""
+        return self._infos[:1] != [info]
+
+    def num_kept(self, members: Members) -> int:
+        """Return how many of these workers there were before."""
+        return len(members.intersection(self._workers))
+
+    def of_leaving(self, parts: Sequence[Any], staying: Members) -> list[Any]:
+        """Return the parts, by rank, of the workers that leave."""
+        return [part for part, worker in zip(parts, self._workers, strict=False) if worker not in staying]
+
+    @property
+    def cause(self) -> str:
+        """The cause of the event, for the history."""
+        return "; ".join([self._happened, *self.obstacles])
+
+    @property
+    def _happened(self) -> str:
+        diagnosis = self.diagnosis
+        if diagnosis is None or self.lacks_memory:
+            lost = f"lost {named(self.lost)}; " if self.lost else ""
+            return lost + (self.reason if diagnosis is None else f"with {self.size} workers {words(diagnosis)}")
+        known = {*self.lost, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
+        nodes = None if self.group is None else self.group.nodes_of(known, self._infos)
+        told = words(diagnosis, self.lost, nodes)
+        if not self.silent or (nodes is not None and nodes.are_dead):
+            return told
+        return f"{told}; {named(self.silent)} {'does' if len(self.silent) == 1 else 'do'} not answer any more"
+
+    def cause_of(self, why: End, error: BaseException | None, *, in_restart: bool) -> str:
+        """Return what ends the group, for the history."""
+        if in_restart:
+            is_loss = isinstance(error, WorkersLostError)
+            return f"{self.cause}; {'no other group could be started' if is_loss else type(error).__name__}"
+        if why in _WHERE and self.diagnosis is not None:
+            return f"{named(self.diagnosis.ranks)} raised {self.diagnosis.faults[0].type_name} while {_WHERE[why]}"
+        return self.cause if why in (End.NO_RETRY, End.NOT_REPEATABLE) else type(error).__name__
+
+    def error(self, why: End, lifecycle: Lifecycle, budget: RetryBudget, starts: RetryBudget | None) -> BaseException:
+        """Return the error with which a call or a restart ends."""
+        if self.diagnosis is not None and why in (End.USER_ERROR, *_WHERE):
+            return worker_error(self.diagnosis.faults, "" if why is End.USER_ERROR else _after_end(lifecycle))
+        if why is End.NO_START and starts is not None:
+            return start_error(starts)
+        if why is End.UNEVEN_STEPS:
+            return self._from_fault(UnevenStepsError(self.divergence))
+        return self._from_fault(WorkersLostError(self._message(why, lifecycle, budget)))
+
+    def _from_fault(self, error: Exception) -> Exception:
+        error.__cause__ = None if self.diagnosis is None else self.diagnosis.faults[0].error
+        return error
+
+    def _message(self, why: End, lifecycle: Lifecycle, budget: RetryBudget) -> str:
+        spec, cause, last_file = lifecycle.spec, self.cause, lifecycle.snapshots.last_file_in_words
+        match why:
+            case End.LOST_COPIES:
+                return LOST_ON_ITS_WAY
+            case End.CUT_OFF:
+                return "Ray was stopped before the state of the last step was in the driver."
+            case End.PROGRAM_ENDS:
+                return f"{cause}, and the program is about to end, so no other workers are started."
+            case End.NO_GROUP:
+                return f"No group could be started in {lifecycle.scaling.num_attempts} attempts after: {cause}."
+            case End.NOT_REPEATABLE:
+                return (
+                    f"{cause}, in a call that cannot be repeated, because the process with the copy of the state from "
+                    "before the call was lost, too. The next call continues with the state of the surviving workers."
+                )
+            case End.STATE_LOST if not spec.loses_state:
+                return (
+                    f"{cause}, and the state was lost with the workers, because the process with its copy was lost, "
+                    f"too. {last_file}"
+                )
+            case End.STATE_LOST:
+                return (
+                    f"{cause}, and the state was lost with the workers, because `snapshot_every_s=None` switches "
+                    f"snapshots off. {last_file} Without that option, or with `snapshot_every_s=60`, such a failure "
+                    "costs time only."
+                )
+        hint = (
+            f"{LOOK_AT_RAYS_LOG}: too little memory, say, or a collective that the ranks called with different sizes. "
+            if self.diagnosis is not None and self.diagnosis.kind == "died"
+            else ""
+        )
+        spent = f"the {budget.num_restarts} allowed retries of this call are used up"
+        return f"{cause}, and {spent}. {hint}{spec.words.when_spent}".rstrip()
+
+
+def _after_end(lifecycle: Lifecycle) -> str:
+    """Return what became of the state, for users, after workers that were out of sync were ended."""
+    snapshots = lifecycle.snapshots
+    if lifecycle.spec.loses_state and snapshots.has_gap:
+        lost = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."
+        return f"{lost} {snapshots.last_file_in_words}"
+    if not snapshots.has_any:
+        return ""
+    return (
+        "The workers were ended, because they are not in the same state any more. The next call starts new ones, "
+        f"{snapshots.restored_from()}."
+    )
 
 
 class RunningCall:
