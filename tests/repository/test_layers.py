@@ -73,7 +73,7 @@ INSIDE = {
     ),
     "core.engine": (
         "shared",
-        "liveness policies ranks",
+        "policies ranks",
         "placement",
         "worker",
         "transfers",

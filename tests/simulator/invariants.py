@@ -212,11 +212,11 @@ class Invariants:
         every_s, has_others = schedule.snapshot_every_s, schedule.snapshot_every or schedule.resize_interval_s
         if every_s is None or has_others or snapshots.is_coming:  # one that is on its way puts off the next
             return
-        num_uncovered = snapshots.num_uncovered
+        num_uncovered, replay_s = len(snapshots.uncovered_s), sum(snapshots.uncovered_s)
         if must_follow or every_s == 0.0:
             self.require(not num_uncovered, f"{num_uncovered} calls are not covered by a snapshot")
         if every_s == "auto":
-            self.require(snapshots.replay_s <= MOST_REPLAY_S, f"{snapshots.replay_s:.0f} s would have to be repeated")
+            self.require(replay_s <= MOST_REPLAY_S, f"{replay_s:.0f} s would have to be repeated")
 
     def waiting(self) -> list[Process]:
         """Workers in good health that are ready to step in, and have been for a moment."""

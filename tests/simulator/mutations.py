@@ -10,17 +10,16 @@ from typing import Any
 
 from raysgd.core.engine import snapshots
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.gathering import Listener
+from raysgd.core.engine.gathering import Listener, LivenessCheck
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.lifecycle import Lifecycle
-from raysgd.core.engine.liveness import LivenessCheck
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery import interpreter, machine, running_call, states
+from raysgd.core.engine.recovery import interpreter, machine, running_call
 from raysgd.core.engine.recovery.interpreter import Interpreter
+from raysgd.core.engine.recovery.machine import Do, Done, End, Finished, Known, Lost, Raise, Step
 from raysgd.core.engine.recovery.running_call import RunningCall
-from raysgd.core.engine.recovery.states import NOBODY, Do, Done, End, Finished, Known, Lost, Raise, Step
 from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
@@ -160,10 +159,10 @@ def _give_back_twice(real: Any) -> Any:
     return give_back
 
 
-def _land(num_covered: Callable[[Snapshots, int], int]) -> Callable[[Any], Any]:
+def _land(version_of: Callable[[Snapshots], int]) -> Callable[[Any], Any]:
     def make(real: Any) -> Any:
-        def land(self: Snapshots, snapshot: Any, token: int | None, covered: int) -> None:
-            real(self, snapshot, token, num_covered(self, covered))
+        def land(self: Snapshots, snapshot: Any, token: int | None, version: int) -> None:
+            real(self, snapshot, token, version_of(self))
 
         return land
 
@@ -454,12 +453,12 @@ def _keeps_incoming(real: Any) -> Any:
 
 def _covers_one_less_inside(real: Any) -> Any:
     def take(self: Snapshots, captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
-        last = self._calls[-1:] if captures[0].progress is not None else []
+        calls = dict(self._calls) if captures[0].progress is not None else {}
         real(self, captures, fetch, is_first=is_first)
-        if last and captures[0].token is not None:
-            self._num_covered -= 1
-        elif last:
-            self._calls[:0], self._call_s[:0] = last, [0.0]
+        if calls and self._coming is not None:
+            self._coming = replace(self._coming, version=max(calls) - 1)
+        elif calls:
+            self._calls[max(calls)] = calls[max(calls)]
 
     return take
 
@@ -478,7 +477,11 @@ def _forget_stuck(real: Any) -> Any:
 
 
 def _form_with_the_stateless(real: Any) -> Any:
-    return lambda change, members, stale, known: real(change, members, NOBODY, known)
+    def tear_down(self: Interpreter, state: Any) -> Any:
+        self._lifecycle.newcomers.clear()
+        return real(self, state)
+
+    return tear_down
 
 
 def _keep_the_small(real: Any) -> Any:
@@ -539,7 +542,9 @@ def _is_run_once(real: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a newcomer that got no state is the source", machine, "_tear_down", _form_with_the_stateless, (1148,)),
+    Mutation(
+        "a newcomer that got no state is the source", Interpreter, "_tearing_down", _form_with_the_stateless, (1148,)
+    ),
     Mutation(
         "a stuck rank that froze is asked to end", WorkerGroup, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN
     ),
@@ -547,20 +552,20 @@ MUTATIONS = (
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_continuing", _pay_for_no_rejoin, (11,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_continuing", _pay_for_any_rejoin, (18,)),
     Mutation("a rejoin after a hang is free", RetryBudget, "note_hang", nothing, (868,), (_HANGING,)),
-    Mutation("retries are never spent", Interpreter, "_known", _sees(num_left=math.inf), (5,)),
-    Mutation("retries are always spent", Interpreter, "_known", _sees(num_left=0), (1,)),
+    Mutation("retries are never spent", RunningCall, "known", _sees(num_left=math.inf), (5,)),
+    Mutation("retries are always spent", RunningCall, "known", _sees(num_left=0), (1,)),
     Mutation("a rejoin that led nowhere is tried again", Known, "obstacle_to_continuing", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", states, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", machine, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        states,
+        machine,
         "choose_source",
         _source(lambda r: r.is_whole),
         (38,),
     ),
-    Mutation("the last survivor is the source", states, "choose_source", _last_source, (120,)),
+    Mutation("the last survivor is the source", machine, "choose_source", _last_source, (120,)),
     Mutation("survivors keep their own states", interpreter, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
@@ -569,22 +574,22 @@ MUTATIONS = (
     Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
     Mutation("a lost connection counts as an error of user code", running_call, "classify", _classify_as_user, (5,)),
-    Mutation("errors of user code are retried", Interpreter, "_known", _sees(retries_user_errors=True), (568,)),
+    Mutation("errors of user code are retried", RunningCall, "known", _sees(retries_user_errors=True), (568,)),
     Mutation("errors of user code count as losses", RunningCall, "failed", _loses_user_errors, (), (_BUG,)),
-    Mutation("ranks that failed apart are kept", Interpreter, "_known", _sees(keeps_alike=False), (), (_PARTED,)),
+    Mutation("ranks that failed apart are kept", RunningCall, "known", _sees(keeps_alike=False), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
-    Mutation("too small a group goes on", Interpreter, "_known", _sees(min_workers=1), (1,)),
+    Mutation("too small a group goes on", RunningCall, "known", _sees(min_workers=1), (1,)),
     Mutation("the dead are asked to leave again and again", Interpreter, "_lost_in_tear_down", _forget_the_dead, (1,)),
     Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
     Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
-    Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper, covered: 0), (31,)),
-    Mutation("a snapshot covers calls after it", Snapshots, "_land", _land(lambda keeper, covered: 99), (6,)),
+    Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper: 0), (31,)),
+    Mutation("a snapshot covers calls after it", Snapshots, "_land", _land(lambda keeper: keeper._version), (6,)),
     Mutation("completed calls are not remembered", Snapshots, "completed", nothing, (6,)),
     Mutation("every snapshot counts as the first", Snapshots, "take_captures", _as_first, (25,)),
     Mutation("ranks get each other's states", Snapshots, "take_captures", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
-    Mutation("a restored call begins again", Interpreter, "_known", _sees(is_inside=False), (), _INSIDE),
+    Mutation("a restored call begins again", RunningCall, "known", _sees(is_inside=False), (), _INSIDE),
     Mutation("a new group is not restored", Interpreter, "_restoring", always(Done()), (0,)),
     Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
     Mutation("a held call counts as finished", running_call, "HeldAtStep", lambda real: Call, (126,)),
@@ -601,9 +606,7 @@ MUTATIONS = (
     Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
-    Mutation(
-        "a state of which there is no copy is lost unnoticed", Interpreter, "_known", _sees(is_lost=False), (132,)
-    ),
+    Mutation("a state of which there is no copy is lost unnoticed", RunningCall, "known", _sees(is_lost=False), (132,)),
     Mutation("a hold is agreed on though ranks disagree", Monitor, "_agree", _agrees_with_all, (893,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)

@@ -127,6 +127,7 @@ def losing_copies(num_copies: int, act: Act, *, dies_between: bool = False) -> A
             if left[0]:
                 left[0] -= 1
                 snapshots._lose_coming()
+                snapshots.touch()  # one that came with the answer is lost, too
                 if dies_between and left[0] == num_copies - 1:
                     cluster_of(controller).live[-1].die(0.01)
 

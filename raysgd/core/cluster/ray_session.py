@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -128,8 +128,14 @@ class RayThreads:
         return future
 
     def join(self) -> None:
-        """Wait for the threads to finish, at most 10 s. First interrupt or stop what they do."""
-        join(self._threads)
+        """Wait for the threads to finish, at most 10 s for all of them together. Skip the current thread.
+
+        First interrupt or stop what they do.
+        """
+        until = time.monotonic() + _END_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 def run_into(future: Future[T], work: Callable[[], T]) -> None:
@@ -140,11 +146,3 @@ def run_into(future: Future[T], work: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def join(threads: Iterable[threading.Thread]) -> None:
-    """Wait for threads to finish, at most 10 s for all of them together. Skip the current thread."""
-    until = time.monotonic() + _END_S
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(max(0.0, until - time.monotonic()))

@@ -26,8 +26,8 @@ from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy, classify
 from raysgd.core.engine.recovery import interpreter
 from raysgd.core.engine.recovery.interpreter import Interpreter
+from raysgd.core.engine.recovery.machine import NUM_COPIES
 from raysgd.core.engine.recovery.running_call import LOST_ON_ITS_WAY
-from raysgd.core.engine.recovery.states import NUM_COPIES
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Failed
@@ -288,7 +288,6 @@ class ElasticController(Lifecycle):
         self.turns = Turns(self)
         self.threads = RayThreads()
         self.num_calls = 0
-        self._left_by_driver: Call | None = None
         self._nodes_due = float("-inf")
 
     @property
@@ -418,8 +417,11 @@ class ElasticController(Lifecycle):
             except RaySGDError as error:  # this trainer's next call raises the error to the user
                 logger.debug("no snapshot of an idle trainer: %r", error)
                 return False
-            cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
-            self.end_call(f"{cause}; the next call starts its workers again")
+            began, num_workers, had_group = self.now(), self.num_workers, self.group is not None
+            self.kill_group()
+            if had_group:
+                cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
+                self.record("ended", num_workers, began, f"{cause}; the next call starts its workers again")
             return True
 
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
@@ -454,7 +456,10 @@ class ElasticController(Lifecycle):
                 if self._follows_cluster and not self.is_ending:
                     self._adapt(call, budget)
                 if self.holds_only_state and not (call.captures or self._is_taken_up):
-                    self._copy_only_state(call, budget)
+                    if not self.snapshots.is_coming:
+                        self._run(copy_call(), budget)
+                    if not call.can_continue:  # otherwise, survivors of a failure have the state
+                        self.snapshot(budget)
                 ended = self._run(call, budget)
                 # If the call took longer than estimated, a snapshot is due now.
                 if self.spec.captures_after_calls and self.snapshots.is_overdue:
@@ -473,27 +478,6 @@ class ElasticController(Lifecycle):
         """True if the workers may still be running a call that the trainer's previous process started."""
         kept_by = keeper()
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
-
-    def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy the training state to the driver, because only the workers have it.
-
-        Unless survivors of a failure can continue the call, also wait until the copy has arrived.
-
-        Args:
-            call: The call that is about to run.
-            budget: Retries for the copy.
-
-        Raises:
-            WorkersLostError: The copy was lost in transit several times.
-        """
-        for _ in range(NUM_COPIES):
-            if not self.snapshots.is_coming:
-                self._run(copy_call(), budget)
-            if not call.can_continue:
-                self._monitor.await_snapshot()
-            if call.can_continue or not self.holds_only_state:
-                return
-        raise WorkersLostError(LOST_ON_ITS_WAY)
 
     def end_left_call(self) -> None:
         """End a call that the trainer's previous process left running, by killing the worker group.
@@ -642,16 +626,12 @@ class ElasticController(Lifecycle):
         self.ensure_group()
         return self.recovery.run(call, budget, number)
 
-    def hold_to_leave(self, call: Call) -> None:
-        """If `call.leaves` returns True, make the running call stop after the next step.
+    def hold_to_leave(self) -> None:
+        """If `Call.leaves` of the running call returns True, make the call stop after the next step.
 
         This method is for groups whose only worker is the driver. The call itself runs this method between two steps.
         In other groups, the monitor stops the call while the driver waits for the workers' answers.
         """
-        if self._left_by_driver is not call:
-            self._left_by_driver = call
-            self._monitor.watch(call)
-            self._monitor.is_on = False
         self._monitor.hold_to_leave()
 
     def _adapt(self, call: Call, budget: RetryBudget) -> None:

@@ -17,8 +17,7 @@ from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
 from raysgd.core.cluster.resources import explain
 from raysgd.core.engine import ranks as rank_rules
-from raysgd.core.engine.gathering import Listener, await_all, roll_call
-from raysgd.core.engine.liveness import OwnTime, quiet_s
+from raysgd.core.engine.gathering import Listener, OwnTime, await_all, quiet_s, roll_call
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words

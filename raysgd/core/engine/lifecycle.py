@@ -16,11 +16,20 @@ from typing import Any
 
 from raysgd.core.cluster.keeper import keeper
 from raysgd.core.cluster.ray_session import session
-from raysgd.core.cluster.resources import ClusterView, capacity
+from raysgd.core.cluster.resources import ClusterView, capacity, explain, impossibility
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.policies import Resizing, RetryBudget, ScalingPolicy, Wait, classify, resizing, words
+from raysgd.core.engine.policies import (
+    Resizing,
+    RetryBudget,
+    ScalingPolicy,
+    Wait,
+    WaitForWorkers,
+    classify,
+    resizing,
+    words,
+)
 from raysgd.core.engine.shared import replica
-from raysgd.core.engine.shared.group_events import EventKind, GroupHistory
+from raysgd.core.engine.shared.group_events import EventKind, GroupEvent, GroupHistory
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.snapshots import Snapshots
@@ -104,6 +113,9 @@ class Lifecycle(ABC):
         interrupted: ID of the thread whose call was interrupted and must end. None if no call was interrupted.
         gives_state_up: True if training state that existed only in the workers could not be fetched and is lost.
         is_fetching: True while training state that exists only in the workers is being fetched.
+        owes_spares: True if starting missing spare workers was postponed, because a starting process slows down other
+            workers on its node.
+        num_short: Largest group size at which memory ran out.
         newcomers: Workers that joined a group but may not have received the training state, because forming the group
             failed.
     """
@@ -130,8 +142,8 @@ class Lifecycle(ABC):
         self._session: Any = None  # the workers' Ray session; None if the driver is the only worker
         self.facts: list[Any] = []
         self._replacements = Replacements()
-        self._owes_spares = False
-        self._num_short = 0  # largest group size at which memory ran out
+        self.owes_spares = False
+        self.num_short = 0
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
         self.gives_state_up = self.is_fetching = self._is_ending = False
@@ -233,7 +245,7 @@ class Lifecycle(ABC):
             num_workers, detail = 0, self.spec.words.after_end
         elif kind != "started":
             self.history.last_resize = now
-        self.history.record(kind, old_size, num_workers, now - began, cause, detail, num_kept)
+        self.history.record(GroupEvent(kind, old_size, num_workers, now - began, cause, detail, num_kept=num_kept))
 
     # ------------------------------------------------------------------------------------------------ starts
 
@@ -310,7 +322,6 @@ class Lifecycle(ABC):
         if len(group) < num_workers:
             logger.warning("started %s of %s workers; the others step in later", len(group), num_workers)
         self.group, self.gives_state_up = group, False
-        self.newcomers.clear()
         self.take_answers(report)
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
@@ -442,16 +453,50 @@ class Lifecycle(ABC):
                 return view
             self.sleep(0.05)
 
+    def find_resources(self, kind: EventKind, attempt: int, cause: str) -> tuple[int, int]:
+        """Return how many workers and spares fit into the free resources. If too few do, wait a while and return zeros.
+
+        Args:
+            kind: Kind of the restart: the event to record in the history.
+            attempt: Index of this attempt to start workers, from 0.
+            cause: Why workers are needed, for the log.
+
+        Raises:
+            WorkersLostError: Too few workers fit, and no further attempt is made.
+        """
+        spec, scaling = self.spec, self.scaling
+        if kind == "restarted" and not attempt:
+            self.make_room()
+        view = self.settled_view()
+        decision = scaling.decide(view, spec.resources, attempt)
+        if not isinstance(decision, WaitForWorkers):
+            return decision, max(0, min(spec.num_spares, capacity(view, spec.resources) - decision))
+        # Not checked after a failure, because the workers may fit once lost nodes come back.
+        impossible = None
+        if kind == "started":
+            impossible = impossibility(spec.resources, scaling.min_workers, view, spec.words.with_cpus)
+        if decision.delay_s is None:
+            table = impossible or explain(spec.resources, scaling.max_workers, view)
+            few = f"Too few workers can be started: {decision.reason}."
+            raise WorkersLostError(f"{few}\n{table}\n{spec.words.when_starved}".rstrip())
+        if impossible and not attempt:
+            logger.warning("%s", impossible)
+        logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
+
+        def sleep(seconds: float) -> None:
+            self.sleep(seconds)
+            self.check_not_ending(cause)
+
+        slots = self.make_group(spec, scaling.min_workers).slots
+        slots.await_room(scaling.min_workers, decision.delay_s, sleep, has_driver=spec.use_local)
+        return 0, 0
+
     @property
     def resizing(self) -> Resizing:
         """The rules for when the number of workers changes, with the current settings and group."""
         keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
         rules, most = self._rules, self.scaling.max_workers
-        return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
-
-    def note_short_of_memory(self) -> None:
-        """Record that memory ran out with the current number of workers."""
-        self._num_short = max(self._num_short, len(self.running))
+        return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self.num_short)
 
     def find_room(self) -> int:
         """Return by how many workers the group could grow, given the free resources and the group's reserved slots."""
@@ -517,7 +562,7 @@ class Lifecycle(ABC):
 
     def start_spares(self) -> None:
         """Start missing spare workers, without waiting until they are ready."""
-        self._owes_spares = False
+        self.owes_spares = False
         group = self.group
         if group is None:
             return
@@ -526,13 +571,9 @@ class Lifecycle(ABC):
             num_wanted = self.scaling.max_workers + self.spec.num_spares
             self._start_more(missing, len(group), num_wanted - len(group.slots))
 
-    def owe_spares(self) -> None:
-        """Postpone starting missing spare workers. A starting process slows down other workers on its node."""
-        self._owes_spares = True
-
     def start_owed_spares(self) -> None:
-        """Start missing spare workers if `owe_spares` has postponed this."""
-        if self._owes_spares:
+        """Start missing spare workers if this was postponed."""
+        if self.owes_spares:
             self.start_spares()
 
     @property
@@ -648,16 +689,6 @@ class Lifecycle(ABC):
         if self.group is not None:
             group, self.group = self.group, None
             self._end_group(group)
-
-    def end_call(self, cause: str, kind: EventKind = "ended") -> None:
-        """Kill the worker group and record the cause in the history.
-
-        Called if the running call cannot continue, or if another trainer needs the resources of an idle trainer.
-        """
-        began, group = self.now(), self.group
-        self.kill_group()
-        if group is not None:
-            self.record(kind, len(group), began, cause)
 
     def stop_group(self, *, force: bool) -> None:
         """Stop the worker group and discard all snapshots.

@@ -13,11 +13,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from raysgd.core.engine.gathering import LivenessCheck, quiet_s
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.lifecycle import Lifecycle
-from raysgd.core.engine.liveness import LivenessCheck, quiet_s
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.engine.shared.types import Answered, Heartbeat
 from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.text.log_lines import Once, named
@@ -270,7 +271,7 @@ class Monitor:
         logger.warning("%s\n%s", cause, self._report())
         if group.is_ended:  # a second Ctrl-C ended the group while the report was collected
             return
-        self._lifecycle.history.record("hung", len(group), len(group), silent_s, cause)
+        self._lifecycle.history.record(GroupEvent("hung", len(group), len(group), silent_s, cause))
         for rank in silent:
             group.kill_rank(rank)
 
@@ -357,12 +358,9 @@ class Monitor:
             return
         self._agree(group, LEFT)
         self.is_leaving = self._is_holding
-        if not self.is_leaving and not self._has_stepped:  # the ranks have not completed a step yet
+        has_stepped = any(each.step > 0 for each in self.heartbeats.values())
+        if not self.is_leaving and not has_stepped:  # the ranks have not completed a step yet
             self._margin = _MIN_MARGIN
-
-    @property
-    def _has_stepped(self) -> bool:
-        return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
         """Propose a step after which all ranks stop. If a rank is past that step, the next proposal names a later step.

@@ -86,6 +86,7 @@ class NewestSnapshot:
         rank_states: Each rank's own state, by rank.
         progress: Each rank's progress in the call during which the snapshot was taken. None if it was taken between
             calls.
+        version: Version of the training state. See `Snapshots`.
     """
 
     landed: Snapshot | None = None
@@ -93,6 +94,7 @@ class NewestSnapshot:
     token: int | None = None
     rank_states: tuple[Any, ...] = ()
     progress: tuple[Any, ...] | None = None
+    version: int = 0
 
     def result(self, timeout_s: float | None = None) -> Snapshot:
         """Wait until the snapshot has arrived in the driver, and return it.
@@ -175,7 +177,7 @@ class SnapshotPace:
                 int(3 * seconds) + 1,
             )
 
-    def is_due(self, function: Any, replay_s: float, num_calls: int) -> bool:
+    def is_due(self, function: Any, uncovered_s: Sequence[float]) -> bool:
         """Return True if the state should be copied after the next call.
 
         Until the duration of a copy and of a call of `function` is known, this method returns True unless snapshots
@@ -183,22 +185,21 @@ class SnapshotPace:
 
         Args:
             function: The next call's function.
-            replay_s: How long the calls since the last snapshot took, in total.
-            num_calls: Number of calls since the last snapshot.
+            uncovered_s: How long each call since the last snapshot took.
         """
         usual_s = self._usual_s.get(function)
         if self.copy_s is None or usual_s is None:
             return self._every_s is not None
         since_s = self._now() - self._taken_at + usual_s
-        return is_due(self._every_s, self.copy_s, since_s, replay_s + usual_s, num_calls + 1)
+        return is_due(self._every_s, self.copy_s, since_s, sum(uncovered_s) + usual_s, len(uncovered_s) + 1)
 
-    def is_overdue(self, replay_s: float) -> bool:
+    def is_overdue(self, uncovered_s: Sequence[float]) -> bool:
         """Return True if the state should be copied now, because repeating the last calls would take too long.
 
         Args:
-            replay_s: How long the calls since the last snapshot took, in total.
+            uncovered_s: How long each call since the last snapshot took.
         """
-        return self._every_s == "auto" and replay_s > _MAX_REPLAY_S
+        return self._every_s == "auto" and sum(uncovered_s) > _MAX_REPLAY_S
 
     def words(self) -> str:
         """Return a description of how often snapshots are taken, for a trainer's status."""
@@ -215,6 +216,8 @@ class SnapshotPace:
 class Snapshots:
     """Holds the newest snapshot that has arrived in the driver, and the calls completed since that snapshot was taken.
 
+    Each change of the training state gives it a new version. A snapshot has the version that was copied.
+
     Args:
         spec: Settings of the worker group, including those for snapshots.
         now: Clock, in seconds.
@@ -228,7 +231,6 @@ class Snapshots:
         landed_at: Time at which `landed` arrived, or None.
         is_awaited: True if a caller needs the snapshot that is in transit. A restart must then wait longer for that
             snapshot.
-        must_follow: True if the workers must copy their state as soon as possible.
         last_file: The last checkpoint file that was saved or loaded.
         pace: Decides after which calls a snapshot is due.
         keeps_replaced: True if a snapshot stays in memory after a newer one has replaced it. The state of a snapshot
@@ -248,14 +250,12 @@ class Snapshots:
         self.landed_token: int | None = None
         self.landed_at: float | None = None
         self._coming: NewestSnapshot | None = None
-        self._num_covered = 0
-        self._calls: list[Call] = []
-        self._call_s: list[float] = []
-        self._is_stale = False
+        self._calls: dict[int, tuple[Call, float]] = {}  # by version: a call since `landed`, and how long it took
+        self._version = self._landed_version = 0
+        self._unrepeatable = 0  # version of the last change that cannot be repeated
+        self._wanted = 0  # version that the workers must copy as soon as possible
         self._is_stale_for_ranks = False
-        self._num_gaps = self._num_gaps_landed = self._num_gaps_coming = 0
         self.is_awaited = False
-        self.must_follow = False
         self.last_file: str | None = None
         self.keeps_replaced = False
         self._replaced: list[Snapshot] = []
@@ -273,29 +273,26 @@ class Snapshots:
     @property
     def has_gap(self) -> bool:
         """True if the training state has changed since the snapshot `landed` in a way that cannot be repeated."""
-        return self._num_gaps > self._num_gaps_landed
+        return self._unrepeatable > self._landed_version
 
     @property
-    def replay_s(self) -> float:
-        """Total seconds of the calls completed since the newest snapshot was taken.
+    def must_follow(self) -> bool:
+        """True if the workers must copy their state as soon as possible."""
+        return self._wanted > self._newest_version
 
-        That snapshot may still be in transit.
-        """
-        return sum(self._call_s[self._num_coming_covers :])
+    @property
+    def _newest_version(self) -> int:
+        return self._landed_version if self._coming is None else self._coming.version
+
+    @property
+    def uncovered_s(self) -> list[float]:
+        """Seconds of each call completed since the newest snapshot was taken. That snapshot may still be in transit."""
+        return [seconds for version, (_, seconds) in self._calls.items() if version > self._newest_version]
 
     @property
     def calls_since_s(self) -> float:
         """Total seconds of the calls that must be repeated after `landed` is restored."""
-        return sum(self._call_s)
-
-    @property
-    def num_uncovered(self) -> int:
-        """Number of calls completed since the newest snapshot was taken. That snapshot may still be in transit."""
-        return len(self._calls) - self._num_coming_covers
-
-    @property
-    def _num_coming_covers(self) -> int:
-        return self._num_covered if self.is_coming else 0
+        return sum(seconds for _, seconds in self._calls.values())
 
     @property
     def is_inside(self) -> bool:
@@ -305,7 +302,7 @@ class Snapshots:
     @property
     def calls_since(self) -> tuple[Call, ...]:
         """The calls to repeat after `landed` is restored, oldest first."""
-        return tuple(self._calls)
+        return tuple(call for call, _ in self._calls.values())
 
     @property
     def is_current(self) -> bool:
@@ -318,7 +315,7 @@ class Snapshots:
     @property
     def shares_current(self) -> bool:
         """True if the state that all ranks share, such as the model, has not changed since the newest snapshot."""
-        return self.has_any and not self._is_stale
+        return self.has_any and self._newest_version == self._version
 
     @property
     def has_any(self) -> bool:
@@ -334,13 +331,13 @@ class Snapshots:
             is_repeatable: False if repeating the call may give a different result. A snapshot must then be taken as
                 soon as possible.
         """
-        self._is_stale = True
+        self.touch()
         if call is None:
-            self._num_gaps += 1
+            self._unrepeatable = self._version
             return
-        self._calls.append(call)
-        self._call_s.append(seconds)
-        self.must_follow = self.must_follow or not is_repeatable
+        self._calls[self._version] = call, seconds
+        if not is_repeatable:
+            self._wanted = self._version
 
     def newest(self) -> NewestSnapshot:
         """Return the newest snapshot. Call this method only if `has_any` is True.
@@ -354,7 +351,7 @@ class Snapshots:
 
     def touch(self) -> None:
         """Record that the training state may have changed. The newest snapshot then no longer counts as current."""
-        self._is_stale = True
+        self._version += 1
 
     def touch_ranks(self) -> None:
         """Record that ranks' own states, such as random generators, may have changed since the newest snapshot."""
@@ -393,19 +390,22 @@ class Snapshots:
             is_first: True if the ranks have just been set up. No call has changed their state yet.
         """
         self.poll()
-        num_covered = 0 if is_first else len(self._calls)
-        self._is_stale, self._is_stale_for_ranks = len(self._calls) > num_covered, False
-        self.must_follow = self._is_stale and self.must_follow
-        self._num_gaps_coming = self._num_gaps
+        if is_first:
+            version = min(self._calls, default=self._version + 1) - 1
+            self._unrepeatable = min(self._unrepeatable, version)
+        else:
+            self.touch()  # a call that has not completed may have changed the state since the last copy
+            version = self._version
+        self._is_stale_for_ranks = False
         rank_states = tuple(capture.rank_state for capture in captures)
         source = captures[0]
         progress = tuple(capture.progress for capture in captures) if source.progress is not None else None
         if source.token is None:
-            self._land(Snapshot(source.shared_state, rank_states, progress), None, num_covered)
+            self._land(Snapshot(source.shared_state, rank_states, progress), None, version)
         else:
             wanted = [capture.token for capture in captures] if source.is_part else source.token
-            self._coming = NewestSnapshot(None, fetch(wanted), source.token, rank_states, progress)
-            self._num_covered, self.is_awaited = num_covered, False
+            self._coming = NewestSnapshot(None, fetch(wanted), source.token, rank_states, progress, version)
+            self.is_awaited = False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Wait for the snapshot in transit. If it arrives, store it in `landed`. If it was lost, discard it.
@@ -434,7 +434,7 @@ class Snapshots:
             )
             self._lose_coming()
             return
-        self._land(snapshot, self._coming.token, self._num_covered)
+        self._land(snapshot, self._coming.token, self._coming.version)
 
     def drop_incoming(self) -> None:
         """Discard the snapshot in transit and `landed_token`, because the replicas that sent them have ended.
@@ -449,8 +449,8 @@ class Snapshots:
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Record that `snapshot` is the newest snapshot. Its state came from the driver, for example from a file."""
-        self._note_current()
-        self._land(snapshot, self.landed_token, len(self._calls))
+        self._is_stale_for_ranks = False
+        self._land(snapshot, self.landed_token, self._version)
 
     def adopt_coming(self, coming: NewestSnapshot) -> None:
         """Record that `coming` is the newest snapshot: workers loaded its state from a file.
@@ -459,18 +459,11 @@ class Snapshots:
         the training state that cannot be repeated.
         """
         self.completed(None)
-        self._note_current()
-        self._coming, self._num_covered, self.is_awaited = coming, len(self._calls), False
-
-    def _note_current(self) -> None:
-        """Record that the workers have exactly the state that is about to become the newest snapshot."""
-        self._is_stale, self._is_stale_for_ranks, self.must_follow = False, False, False
-        self._num_gaps_coming = self._num_gaps
+        self._coming, self._is_stale_for_ranks, self.is_awaited = replace(coming, version=self._version), False, False
 
     def forget_calls(self) -> None:
         """Discard the retained calls. A restart then continues from the last snapshot without repeating any calls."""
         self._calls.clear()
-        self._call_s.clear()
 
     def clear(self) -> None:
         """Discard the snapshots and the retained calls."""
@@ -484,16 +477,15 @@ class Snapshots:
         Called when the workers are about to be reset.
         """
         self.clear()
-        self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
-        self._num_gaps_landed, self.must_follow = self._num_gaps, False
+        self.landed_token, self._landed_version, self._is_stale_for_ranks = None, self._version, False
 
     def _lose_coming(self) -> None:
         """Discard the snapshot in transit.
 
         If calls have completed since `landed` was taken, request a new snapshot soon.
         """
-        self._coming, self._is_stale = None, True
-        self.must_follow = bool(self._calls)
+        self._coming = None
+        self._wanted = self._version if self._calls else 0
 
     def _replace_landed(self, snapshot: Snapshot | None) -> None:
         if not self.keeps_replaced:
@@ -502,13 +494,13 @@ class Snapshots:
             self._replaced.append(self.landed)
         self.landed = snapshot
 
-    def _land(self, snapshot: Snapshot, token: int | None, num_covered: int) -> None:
+    def _land(self, snapshot: Snapshot, token: int | None, version: int) -> None:
         self._replace_landed(snapshot)
         self._coming = None
         self.landed_at = time.monotonic()
         self.landed_token = token
-        self._num_gaps_landed = self._num_gaps_coming
-        del self._calls[:num_covered], self._call_s[:num_covered]
+        self._landed_version = version
+        self._calls = {since: call for since, call in self._calls.items() if since > version}
 
     # ------------------------------------------------------------------------------------------- around a call
 
@@ -519,7 +511,7 @@ class Snapshots:
         if not (self._spec.captures_after_calls and call.is_kept) or self.is_coming:
             return False
         is_forced = self.must_follow or not call.is_repeatable or not self.has_any
-        return is_forced or self.pace.is_due(call.function, self.replay_s, self.num_uncovered)
+        return is_forced or self.pace.is_due(call.function, self.uncovered_s)
 
     def note_call(self, call: Call, seconds: float) -> None:
         """Record the completion of a call that changed the training state.
@@ -550,7 +542,7 @@ class Snapshots:
     @property
     def is_overdue(self) -> bool:
         """True if a snapshot is needed now, because repeating the calls since the last snapshot would take too long."""
-        return not self.is_coming and self.pace.is_overdue(self.replay_s)
+        return not self.is_coming and self.pace.is_overdue(self.uncovered_s)
 
     def is_known(self, *, has_group: bool) -> bool:
         """Return True if the newest snapshot contains the current training state. No new copy is then needed.

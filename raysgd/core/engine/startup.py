@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.ray_cluster import note_processes
-from raysgd.core.engine.gathering import await_all
-from raysgd.core.engine.liveness import LivenessCheck, quiet_s
+from raysgd.core.engine.gathering import LivenessCheck, await_all, quiet_s
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import why_not_started

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.liveness import quiet_s
+from raysgd.core.engine.gathering import quiet_s
 from raysgd.core.engine.monitor import ask_heartbeats
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.core.engine.liveness import LivenessCheck, OwnTime, max_silence_s, quiet_s
+from raysgd.core.engine.gathering import LivenessCheck, OwnTime, max_silence_s, quiet_s
 from raysgd.core.engine.shared.types import Unanswered
 from tests.helpers.fakes import FakeClock
 
@@ -39,7 +39,7 @@ def test_a_pause_counts_as_no_more_than_it_was_meant_to_take(clock: FakeClock) -
 def test_work_of_its_own_counts_whole(clock: FakeClock) -> None:
     own_time = OwnTime(clock.monotonic)
     clock.sleep(60.0)
-    own_time.catch_up()
+    own_time.look(float("inf"))
     assert own_time.look() == pytest.approx(60.0)
 
 

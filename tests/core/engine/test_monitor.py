@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.engine.gathering import LivenessCheck
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.liveness import LivenessCheck
 from raysgd.core.engine.monitor import shown_together
 from raysgd.core.engine.shared import replica as replica_functions
 from raysgd.core.engine.shared.call import Call

@@ -369,18 +369,18 @@ def test_the_pace_is_told(every_s: Any, copy_s: float | None, words: str) -> Non
 def test_a_call_is_expected_to_take_as_long_as_the_last_one_of_its_function() -> None:
     clock = FakeClock()
     pace = SnapshotPace("auto", clock.monotonic)
-    assert pace.is_due("train", 0, 0), "nothing is known of it"
+    assert pace.is_due("train", []), "nothing is known of it"
     pace.note_copy(0.1)
-    assert pace.is_due("train", 0, 0)
+    assert pace.is_due("train", [])
     pace.note_call("train", 1.0)
-    assert not pace.is_due("train", 0, 0)
-    assert pace.is_due("validate", 0, 0)
+    assert not pace.is_due("train", [])
+    assert pace.is_due("validate", [])
     clock.now_s += 15.5
-    assert not pace.is_due("train", 15, 15)
+    assert not pace.is_due("train", [1] * 15)
     clock.now_s += 1.0
-    assert pace.is_due("train", 16, 16)
+    assert pace.is_due("train", [1] * 16)
     pace.note_copy(0.1)
-    assert not pace.is_due("train", 0, 0)
+    assert not pace.is_due("train", [])
 
 
 def test_a_heartbeat_shorter_than_a_copy_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.group_events import GroupHistory
+from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.history.gauges import Gauges
 from raysgd.core.history.status import TrainerStatus, compose
@@ -40,7 +40,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
 def status(samples_per_s: float | None = 99.5, *events: Any, ledger: SamplesUsed | None = None) -> TrainerStatus:
     history = GroupHistory()
     for event in events:
-        history.record(*event)
+        history.record(GroupEvent(*event))
     return compose(
         infos=[WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12)],
         heartbeats={0: Heartbeat(own_s=1.0, data=ledger), 1: Heartbeat(own_s=2.0, data=ledger)},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.group_events import GroupHistory
+from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.history.status import TrainerStatus, compose, find_straggler
@@ -32,7 +32,7 @@ class OnItsWay:
 
 def status(**changes: Any) -> TrainerStatus:
     history = GroupHistory(now=lambda: 0.0)
-    history.record("started", 0, 2, 1.0, "a new trainer")
+    history.record(GroupEvent("started", 0, 2, 1.0, "a new trainer"))
     values: dict[str, Any] = {
         "infos": INFOS,
         "heartbeats": BEATS,
@@ -157,12 +157,12 @@ def test_a_ledger_says_what_is_known(ledger: SamplesUsed, text: str) -> None:
 
 def test_losses_are_counted_by_how_they_ended() -> None:
     history = GroupHistory()
-    history.record("continued", 3, 2, 0.1, "lost rank 1", "no sample lost, 1 in flight are repeated")
-    history.record("restored", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call")
-    history.record("restarted", 2, 2, 3.0, "the last workers were stopped", "from the last completed call")
-    history.record("grown", 2, 3, 0.1, "there is room")
-    history.record("lost", 3, 0, 0.2, "lost rank 2", "the last completed state is kept")
-    history.record("ended", 3, 0, 0.2, "KeyboardInterrupt", "the last completed state is kept")
+    history.record(GroupEvent("continued", 3, 2, 0.1, "lost rank 1", "no sample lost, 1 in flight are repeated"))
+    history.record(GroupEvent("restored", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call"))
+    history.record(GroupEvent("restarted", 2, 2, 3.0, "the last workers were stopped", "from the last completed call"))
+    history.record(GroupEvent("grown", 2, 3, 0.1, "there is room"))
+    history.record(GroupEvent("lost", 3, 0, 0.2, "lost rank 2", "the last completed state is kept"))
+    history.record(GroupEvent("ended", 3, 0, 0.2, "KeyboardInterrupt", "the last completed state is kept"))
     found = status(history=history)
     assert (found.num_failures, found.num_continued, found.num_restored, found.num_resizes) == (2, 1, 1, 4)
     assert found.failures == (
@@ -203,7 +203,7 @@ def test_a_snapshot_that_only_workers_have_yet_is_told() -> None:
 
 def test_the_card_shows_the_same_and_escapes_what_comes_from_outside() -> None:
     history = GroupHistory()
-    history.record("restored", 2, 2, 3.0, "<script>alert(1)</script>")
+    history.record(GroupEvent("restored", 2, 2, 3.0, "<script>alert(1)</script>"))
     card = status(history=history)._repr_html_()
     assert "1234 samples/s" in card
     assert "<script>" not in card

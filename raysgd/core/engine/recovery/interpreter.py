@@ -14,35 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber
-from raysgd.core.cluster.resources import capacity, explain, impossibility
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.lifecycle import SETTLE_S, Lifecycle
 from raysgd.core.engine.monitor import Monitor
-from raysgd.core.engine.policies import (
-    FailurePolicy,
-    RetryBudget,
-    WaitForWorkers,
-    are_alike,
-    classify,
-    takers,
-    words,
-)
-from raysgd.core.engine.recovery import machine, states
+from raysgd.core.engine.policies import FailurePolicy, RetryBudget, are_alike, classify, takers, words
+from raysgd.core.engine.recovery import machine
+from raysgd.core.engine.recovery.machine import Do, Why
 from raysgd.core.engine.recovery.running_call import RunningCall
-from raysgd.core.engine.recovery.states import (
-    NOBODY,
-    Abandon,
-    Change,
-    Do,
-    End,
-    Event,
-    Known,
-    Members,
-    Record,
-    State,
-    Step,
-    Why,
-)
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_events import EventKind
@@ -80,31 +58,31 @@ class Interpreter:
     ) -> None:
         self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
-        self._start_budget = start_budget
-        self._waits: dict[type[State], Callable[[Any], Event | Completed]] = {
-            states.Running: self._running,
-            states.Polling: self._polling,
-            states.Settling: self._settling,
-            states.TearingDown: self._tearing_down,
-            states.FillingUp: self._filling_up,
-            states.Regrouping: self._regrouping,
-            states.Capturing: self._capturing,
-            states.AwaitingSnapshot: self._awaiting_snapshot,
-            states.Rebuilding: self._rebuilding,
-            states.Scheduling: self._scheduling,
-            states.Launching: self._launching,
-            states.Restoring: self._restoring,
+        self._starts = start_budget
+        self._waits: dict[type[machine.State], Callable[[Any], machine.Event | Completed]] = {
+            machine.Running: self._running,
+            machine.Polling: self._polling,
+            machine.Settling: self._settling,
+            machine.TearingDown: self._tearing_down,
+            machine.FillingUp: self._filling_up,
+            machine.Regrouping: self._regrouping,
+            machine.Capturing: self._capturing,
+            machine.AwaitingSnapshot: self._awaiting_snapshot,
+            machine.Rebuilding: self._rebuilding,
+            machine.Scheduling: self._scheduling,
+            machine.Launching: self._launching,
+            machine.Restoring: self._restoring,
         }
-        self.state: State | None = None
+        self.state: machine.State | None = None
         self._begin()
 
     def _begin(self, *args: Any) -> None:
-        self._current = RunningCall(self._lifecycle, self._monitor, self._failures, *args)
+        self._current = RunningCall(self._lifecycle, self._monitor, self._failures, self._starts, *args)
 
     @property
     def doing(self) -> str:
         """Name of the state of the running recovery. Empty if no recovery runs."""
-        return "" if isinstance(self.state, states.Running | None) else type(self.state).__name__
+        return "" if isinstance(self.state, machine.Running | None) else type(self.state).__name__
 
     # --------------------------------------------------------------------------------------------- what is asked for
 
@@ -119,7 +97,7 @@ class Interpreter:
         """
         self._begin("", call, budget, number)
         is_resumed = number is not None and number.is_resumed
-        ended = self._follow(Step(states.Running("resume" if is_resumed else "start")))
+        ended = self._follow(machine.Step(machine.Running("resume" if is_resumed else "start")))
         assert ended is not None, "a call that runs ends"
         return ended
 
@@ -136,7 +114,7 @@ class Interpreter:
         """
         self._lifecycle.check_active()
         self._begin(cause)
-        self._follow(machine.restart(states.Restart(kind), self._known()))
+        self._follow(machine.restart(machine.Restart(kind), self._current.known()))
 
     def move(self, leaving: frozenset[str], cause: str) -> None:
         """Between two calls, remove the workers on nodes that are going away, and add ready standby workers.
@@ -149,14 +127,15 @@ class Interpreter:
             cause: Reason for the change, for the history.
         """
         self._begin(cause)
-        self._follow(machine.leave_or_grow(self._current.on_nodes(leaving), self._known()))
+        self._follow(machine.leave_or_grow(self._current.on_nodes(leaving), self._current.known()))
 
     def abandon_call(self) -> None:
         """End a call that a process before this one has left running, and the group with it."""
         self._begin()
         self._current.was_sent, interrupt = True, KeyboardInterrupt()
         try:
-            self._follow(machine.transition(states.Running(), states.Interrupted(error=interrupt), self._known()))
+            event = machine.Interrupted(error=interrupt)
+            self._follow(machine.transition(machine.Running(), event, self._current.known()))
         except KeyboardInterrupt as error:
             if error is not interrupt:
                 raise
@@ -167,24 +146,25 @@ class Interpreter:
 
     # ----------------------------------------------------------------------------------------------------- the table
 
-    def _follow(self, step: Step) -> Completed | Left | None:
+    def _follow(self, step: machine.Step) -> Completed | Left | None:
         """Perform the commands of each step, and wait for what its state names, until the recovery is over.
 
         Return how the call has ended. None if none runs.
         """
-        done: State | None = None
-        event: Event | None = None
+        done: machine.State | None = None
+        event: machine.Event | None = None
         try:
             while True:
                 try:
                     if event is not None:
-                        done, step = step.state, self._next(step.state, event, self._known())
+                        done, step = step.state, self._next(step.state, event, self._current.known())
                     self.state, state = step.state, step.state
-                    plan = state.plan if isinstance(state, states.Finished) else None
-                    self._current.error = error = self._error(plan) if isinstance(plan, states.Raise) else None
+                    plan = state.plan if isinstance(state, machine.Finished) else None
+                    error = self._current.raised(plan) if isinstance(plan, machine.Raise) else None
+                    self._current.error = error
                     for command in step.commands:
                         self._do(command, done, event, state)
-                    if isinstance(state, states.Finished):
+                    if isinstance(state, machine.Finished):
                         break
                     ended = self._wait(state)
                     if isinstance(ended, Completed):
@@ -197,96 +177,54 @@ class Interpreter:
             self._begin()
         if error is not None:
             raise error
-        return Left(list(plan.parts)) if isinstance(plan, states.EndEarly) else None
+        return Left(list(plan.parts)) if isinstance(plan, machine.EndEarly) else None
 
-    def _next(self, state: State, event: Event, known: Known) -> Step:
+    def _next(self, state: machine.State, event: machine.Event, known: machine.Known) -> machine.Step:
         step = machine.transition(state, event, known)
         logger.debug("%s, %s -> %s", *(type(each).__name__ for each in (state, event, step.state)))
         return step
 
-    def _interrupt(self, error: BaseException) -> states.Interrupted:
+    def _interrupt(self, error: BaseException) -> machine.Interrupted:
         """An error has ended a wait."""
-        if isinstance(self.state, states.Running):
+        if isinstance(self.state, machine.Running):
             self._current.note()
         self._current.report = None
         if self._lifecycle.group is not None and not self._lifecycle.group.is_driver_only:
             self._lifecycle.interrupted = None  # the interrupt is handled here, so it must not be raised again
-        return states.Interrupted(isinstance(error, WorkersLostError), isinstance(error, UnpicklableError), error)
-
-    def _error(self, plan: states.Raise) -> BaseException:
-        """Return the error with which a call or a restart ends, and count a failure for which no retry was left."""
-        current, starts = self._current, self._start_budget
-        if plan.why is End.NO_RETRY:
-            current.budget.refuse()
-        elif plan.why is End.NO_START and starts is not None:
-            starts.refuse()
-        return plan.error or current.incident.error(plan.why, self._lifecycle, current.budget, starts)
-
-    def _known(self) -> Known:
-        lifecycle, spec, snapshots, current = self._lifecycle, self._spec, self._snapshots, self._current
-        call, budget, starts, group = current.call, current.budget, self._start_budget, lifecycle.group
-        return Known(
-            in_call=current.is_call,
-            was_sent=current.was_sent,
-            members=NOBODY if group is None else frozenset(group.workers),
-            is_driver_only=group is not None and group.is_driver_only,
-            min_workers=self._scaling.min_workers,
-            regroups=spec.regroups,
-            renews=spec.renews,
-            runs_on=spec.runs_on,
-            uses_local=spec.use_local,
-            continues=self._failures.continues,
-            retries_user_errors=self._failures.retries_user_errors,
-            can_continue=call.can_continue,
-            keeps_alike=call.keeps_alike,
-            must_end=call.leaves is not None and call.leaves(),
-            is_ending=lifecycle.is_ending,
-            is_cut_off=lifecycle.is_cut_off(),
-            only_in_workers=lifecycle.holds_only_state,
-            in_transit=snapshots.is_coming,
-            is_lost=snapshots.is_lost,
-            has_snapshot=snapshots.has_any,
-            is_inside=snapshots.is_inside and not snapshots.calls_since,
-            num_standby=0 if group is None else group.standby.num_all,
-            num_lost_copies=current.num_lost_copies,
-            num_retries=budget.num_restarts,
-            num_left=budget.num_restarts - budget.num_spent,
-            continued_at=budget.continued_at,
-            free_from=budget.free_from,
-            num_starts_left=None if starts is None else starts.num_restarts - starts.num_spent,
-            num_attempts=self._scaling.num_attempts,
-        )
+        return machine.Interrupted(isinstance(error, WorkersLostError), isinstance(error, UnpicklableError), error)
 
     # ------------------------------------------------------------------------------------------------------ commands
 
-    def _do(self, command: states.Command, done: State | None, event: Event | None, state: State) -> None:
+    def _do(
+        self, command: machine.Command, done: machine.State | None, event: machine.Event | None, state: machine.State
+    ) -> None:
         """Perform a command, after the wait of `done` has ended with `event`, and before that of `state`."""
-        lifecycle, snapshots, current, starts = self._lifecycle, self._snapshots, self._current, self._start_budget
+        lifecycle, snapshots, current, starts = self._lifecycle, self._snapshots, self._current, self._starts
         match command, done, event:
-            case Record(kind), _, _:
-                self._record(kind, done, state)
-            case Abandon(change, members), _, _:
+            case machine.Record(kind), _, _:
+                current.record(kind, done, state)
+            case machine.Abandon(change, members), _, _:
                 self._kill_joining(change.joining)
-                self._abandon(change, members, getattr(event, "obstacle", ""))
+                current.abandon(change, members, getattr(event, "obstacle", ""))
             case Do.GIVE_STATE_UP, _, _:
                 lifecycle.gives_state_up = True
             case Do.DROP_IN_TRANSIT, _, _:
                 snapshots.drop_incoming()
-            case Do.TAKE_PARTS, _, states.Paused(parts=parts) | states.Captured(parts=parts):
+            case Do.TAKE_PARTS, _, machine.Paused(parts=parts) | machine.Captured(parts=parts):
                 snapshots.take_from(lifecycle.running, parts)
             case Do.LEAVE_CALL, _, _:
                 snapshots.leave_call()
             case Do.NOTE_ABORTED, _, _:
                 snapshots.note_broken_off(current.call, has_group=lifecycle.group is not None)
-            case Do.KILL_JOINING, states.TearingDown(change) | states.FillingUp(change), _:
+            case Do.KILL_JOINING, machine.TearingDown(change) | machine.FillingUp(change), _:
                 self._kill_joining(change.joining)
             case Do.KILL_GROUP, _, _:
                 lifecycle.kill_group()
             case Do.NOTE_HANG, _, _:
                 current.budget.note_hang()
-            case Do.PAY_TO_CONTINUE, states.Regrouping(), _:
+            case Do.PAY_TO_CONTINUE, machine.Regrouping(), _:
                 current.budget.pay_for_continuing(done.source.progress)
-            case Do.PAY_TO_CONTINUE, _, states.Polled(steps=steps):
+            case Do.PAY_TO_CONTINUE, _, machine.Polled(steps=steps):
                 current.budget.pay_for_continuing(steps)
             case Do.PAY_FOR_RESTART, _, _ if current.incident.diagnosis is not None:
                 current.budget.pay_for_restart()
@@ -296,84 +234,54 @@ class Interpreter:
             case _:
                 raise AssertionError(f"{command} cannot follow {done}, {event}")
 
-    def _record(self, kind: EventKind, done: State | None, state: State) -> None:
-        lifecycle, incident, num_kept = self._lifecycle, self._current.incident, 0
-        cause, detail = incident.cause, ""
-        match done, state:
-            case _, states.Finished(states.Raise() as plan):
-                cause = incident.cause_of(plan.why, self._current.error, in_restart=plan.ends_restart)
-            case states.AwaitingSnapshot(), states.Finished(states.EndEarly(parts)):
-                cause = f"{len(parts)} of at least {self._scaling.min_workers} workers are left"
-            case states.Regrouping(change, members), _:
-                incident.lose(change.expected - members)
-                cause, detail = incident.cause, done.source.words
-            case _:
-                detail = self._snapshots.restored_from()
-                num_kept = incident.num_kept(frozenset(lifecycle.running.workers))
-        lifecycle.record(kind, incident.size, incident.began, cause, detail, num_kept)
-        if isinstance(done, states.Restoring):
-            lifecycle.end_replacements()
-
-    def _abandon(self, change: Change, members: Members, obstacle: str) -> None:
-        why = obstacle or "no worker is left"
-        if isinstance(change.plan, states.EndEarly):
-            logger.warning("no worker has the state of a completed step: %s", why)
-        elif change.why is Why.EVACUATE:
-            logger.warning("the state that only workers have cannot be fetched: %s", why)
-        elif change.why is Why.REUSE:
-            logger.warning("no process can be reused, so new workers are started: %s", why)
-        else:
-            self._current.incident.lose(change.expected - members)
-            self._current.incident.obstacles += [obstacle] if obstacle and members else []
-
     def _kill_joining(self, joining: Sequence[StandbyWorker]) -> None:
         for each in joining:
             self._lifecycle.running.standby.kill(each.worker)
 
     # --------------------------------------------------------------------------------------------------------- waits
 
-    def _wait(self, state: State) -> Event | Completed:
+    def _wait(self, state: machine.State) -> machine.Event | Completed:
         """Wait for what a state names. Return how the wait has ended."""
         change: Any = getattr(state, "change", None)
         is_evacuation = change is not None and change.why is Why.EVACUATE
-        self._lifecycle.is_fetching = is_evacuation and not isinstance(change.plan, states.EndEarly)
+        self._lifecycle.is_fetching = is_evacuation and not isinstance(change.plan, machine.EndEarly)
         return self._waits[type(state)](state)
 
     def _on_all(self, function: Callable[..., Any]) -> GroupReport:
         group = self._lifecycle.running
         return group.on_replica(function, dict.fromkeys(range(len(group)), ()), on_wait=self._monitor.poll)
 
-    def _running(self, state: states.Running) -> Event | Completed:
+    def _running(self, state: machine.Running) -> machine.Event | Completed:
         return self._current.attempt(resumes=state.mode == "resume")
 
-    def _polling(self, state: states.Polling) -> Event:
+    def _polling(self, state: machine.Polling) -> machine.Event:
         report, current = self.ask_progress(), self._current
         if not report.ok:
-            is_resumed = state.why is states.Poll.RESUME
-            return current.failed(report) if is_resumed else states.CallFailed(classify(report).kind)
+            is_resumed = state.why is machine.Poll.RESUME
+            return current.failed(report) if is_resumed else machine.CallFailed(classify(report).kind)
         found = [answer.value for answer in report.values]
         steps = max(each.progress for each in found)
-        obstacle = self._known().obstacle_to_continuing(steps) if state.why is states.Poll.PAY else None
+        obstacle = self._current.known().obstacle_to_continuing(steps) if state.why is machine.Poll.PAY else None
         if obstacle:
             current.incident.obstacles.append(obstacle)
-        elif state.why is states.Poll.PAY:
+        elif state.why is machine.Poll.PAY:
             logger.warning("%s; the call is tried again before it ends early", current.incident.cause)
-        return states.Polled(are_alike(found), steps)
+        return machine.Polled(are_alike(found), steps)
 
     # ---- a change in place
 
-    def _settling(self, state: states.Settling) -> states.Survivors:
+    def _settling(self, state: machine.Settling) -> machine.Survivors:
         group, change = self._lifecycle.running, state.change
         if change.why is Why.REUSE and not self._spec.renews:
             # Avoid the nodes of silent ranks, because killing an actor does not end a frozen process.
             living = group.answering([rank for rank in range(len(group)) if rank not in group.gone | group.silent])
         elif change.why is Why.EVACUATE:
-            if not change.num_copies and not isinstance(change.plan, states.EndEarly):
+            if not change.num_copies and not isinstance(change.plan, machine.EndEarly):
                 self._monitor.watch()
             settled = group.settle(self._current.report)
             # A stuck rank may still finish a long step. A call that must end early asks it only if no other is left.
             with_stuck = {*settled, *group.stuck}
-            ranks = set(settled) if settled and isinstance(change.plan, states.EndEarly) else with_stuck
+            ranks = set(settled) if settled and isinstance(change.plan, machine.EndEarly) else with_stuck
             answering = group.answering(sorted(ranks - group.gone))
             living = [rank for rank in answering if group.workers[rank] not in self._lifecycle.newcomers]
         else:
@@ -384,11 +292,11 @@ class Interpreter:
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
         if change.why is not Why.EVACUATE:
             self._lifecycle.suspect(living)
-        return states.Survivors(group.of_ranks(living), bool(group.stuck))
+        return machine.Survivors(group.of_ranks(living), bool(group.stuck))
 
-    def _tearing_down(self, state: states.TearingDown) -> states.Progress | states.Lost:
+    def _tearing_down(self, state: machine.TearingDown) -> machine.Progress | machine.Lost:
         group, change = self._lifecycle.running, state.change
-        staying, stale = group.ranks_of(state.members), group.ranks_of(state.stale)
+        staying, newcomers = group.ranks_of(state.members), group.ranks_of(self._lifecycle.newcomers)
         report = group.tear_down(staying, self._monitor.poll)
         if not report.ok:
             return self._lost_in_tear_down(change, staying, report)
@@ -396,41 +304,41 @@ class Interpreter:
             # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
             replace(
                 found,
-                is_whole=found.is_whole and rank not in stale,
+                is_whole=found.is_whole and rank not in newcomers,
                 obstacle=None if change.why is Why.EVACUATE else found.obstacle,
             )
             for rank, found in zip(staying, report.values, strict=True)
         )
-        progress, obstacle = states.Progress(reports), None
+        progress, obstacle = machine.Progress(reports), None
         if progress.source is None:
             obstacles = [each.obstacle for each in reports if each.obstacle]
             why = [*obstacles, "each was in the middle of a step that had begun to change its state"][0]
             obstacle = f"the survivors cannot continue by themselves: {why}"
         elif change.why is Why.FAILURE:
-            obstacle = self._known().obstacle_to_continuing(progress.source.progress)
+            obstacle = self._current.known().obstacle_to_continuing(progress.source.progress)
         return replace(progress, obstacle=obstacle or "")
 
-    def _lost_in_tear_down(self, change: Change, staying: Sequence[int], report: GroupReport) -> states.Lost:
+    def _lost_in_tear_down(self, change: machine.Change, staying: Sequence[int], report: GroupReport) -> machine.Lost:
         group = self._lifecycle.running
         failed = {outcome.rank: outcome.failure for outcome in report.outcomes if not outcome.ok}
         if any(failure is not None and failure.kind == "user" for failure in failed.values()):
             obstacle = "a surviving worker could not report its progress"
             logger.warning("%s: %s", obstacle, words(classify(report)))
-            return states.Lost(group.of_ranks(staying), by_user=True, obstacle=obstacle)
+            return machine.Lost(group.of_ranks(staying), by_user=True, obstacle=obstacle)
         # Ranks that have not answered are not in this set, because they may just be slow.
         dead = {rank for rank, failure in failed.items() if failure is not None} or set(failed)
         left = group.of_ranks(rank for rank in staying if rank not in dead)
         if change.why is Why.REUSE and not left:
             group.standby.kill_unresponsive()
-        return states.Lost(left)
+        return machine.Lost(left)
 
-    def _keep_only(self, members: Members) -> None:
+    def _keep_only(self, members: machine.Members) -> None:
         """Kill the workers that are not members, and free their slots."""
         group = self._lifecycle.running
         others = set(range(len(group))) - set(group.ranks_of(members)) - group.gone
         group.remove_workers(sorted(others))
 
-    def _filling_up(self, state: states.FillingUp) -> states.Filled:
+    def _filling_up(self, state: machine.FillingUp) -> machine.Filled:
         lifecycle, group, change, members = self._lifecycle, self._lifecycle.running, state.change, state.members
         self._keep_only(members)
         until = change.until
@@ -443,16 +351,16 @@ class Interpreter:
                 left = group.answering(group.ranks_of(members))
                 if len(left) < num_staying:
                     lifecycle.suspect(left)
-                    return states.Filled(tuple(joining), members - group.of_ranks(left), until)
+                    return machine.Filled(tuple(joining), members - group.of_ranks(left), until)
             # Survivors that continue do not take workers that are still starting, which a restart may need.
             if change.why is Why.REUSE:
                 missing = least - num_staying - len(joining)
                 joining += group.standby.take_needed(missing, missing, self._monitor.poll) or []
         num_workers = num_staying + len(joining)
         obstacle = f"{num_workers} workers are left, but {least} are needed" if num_workers < least else ""
-        return states.Filled(tuple(joining), NOBODY, until, obstacle)
+        return machine.Filled(tuple(joining), machine.NOBODY, until, obstacle)
 
-    def _fill_up(self, state: states.FillingUp, joining: list[StandbyWorker], wait_s: float) -> bool:
+    def _fill_up(self, state: machine.FillingUp, joining: list[StandbyWorker], wait_s: float) -> bool:
         """Take ready standby workers into `joining`, and start more of them if the group is not full.
 
         If the group has too few members, wait up to `wait_s` for workers that are starting. Do nothing if a survivor's
@@ -475,7 +383,7 @@ class Interpreter:
         joining += standby.take_ready(missing, wait_s, self._monitor.poll)
         return True
 
-    def _num_awaited(self, change: Change) -> int:
+    def _num_awaited(self, change: machine.Change) -> int:
         """Return for how many members a change waits, beside `min_workers`."""
         if change.has_regrouped or change.why in (Why.GROW, Why.SPLIT):
             return 0
@@ -483,7 +391,7 @@ class Interpreter:
             return self._scaling.max_workers
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
-    def _regrouping(self, state: states.Regrouping) -> states.Formed | states.Lost:
+    def _regrouping(self, state: machine.Regrouping) -> machine.Formed | machine.Lost:
         lifecycle, group, current = self._lifecycle, self._lifecycle.running, self._current
         change, reports, source = state.change, state.reports, state.reports.index(state.source)
         if change.why is Why.EVACUATE:
@@ -506,28 +414,27 @@ class Interpreter:
                 if change.why is not Why.SPLIT:  # even batches of one sample may lack memory in the smaller group
                     minds_memory = is_smaller and lifecycle.resizing.minds_memory
                     current.shrank_at = state.source.progress if minds_memory else None
-                lifecycle.owe_spares()
-            return states.Formed(current.incident.moves_rank_0(group.infos[0]))
+                lifecycle.owes_spares = True
+            return machine.Formed(current.incident.moves_rank_0(group.infos[0]))
         diagnosis = classify(report)
         obstacle = f"could not form a new group: {words(diagnosis)}"
         logger.warning("%s", obstacle)
-        failed = group.of_ranks(outcome.rank for outcome in report.outcomes if not outcome.ok)
         if diagnosis.kind == "user":
-            return states.Lost(state.members, failed, by_user=True, obstacle=obstacle)
+            return machine.Lost(state.members, by_user=True, obstacle=obstacle)
         settled = group.settle(report)
         lifecycle.suspect(settled)
-        return states.Lost(group.of_ranks(settled), failed, obstacle=obstacle)
+        return machine.Lost(group.of_ranks(settled), obstacle=obstacle)
 
     # ---- the state goes to the driver
 
-    def _capturing(self, state: states.Capturing) -> states.Captured | states.Lost:
+    def _capturing(self, state: machine.Capturing) -> machine.Captured | machine.Lost:
         self._current.report = report = self._on_all(replica.capture_here)
         if not report.ok:
-            return states.Lost(obstacle=states.LostInTransit.obstacle)
+            return machine.Lost(obstacle=machine.LostInTransit.obstacle)
         parts = [answer.value for answer in report.values]
-        return states.Captured(all(part.progress is not None for part in parts), parts)
+        return machine.Captured(all(part.progress is not None for part in parts), parts)
 
-    def _awaiting_snapshot(self, state: states.AwaitingSnapshot) -> states.Landed | states.LostInTransit:
+    def _awaiting_snapshot(self, state: machine.AwaitingSnapshot) -> machine.Landed | machine.LostInTransit:
         snapshots = self._snapshots
         if state.is_brief:  # the workers that send it are about to be replaced
             self._lifecycle.check_active()
@@ -535,16 +442,16 @@ class Interpreter:
             snapshots.poll(timeout_s=_AWAITED_S if snapshots.is_awaited else SETTLE_S)
             has_landed = not snapshots.is_coming
             snapshots.drop_incoming()
-            return states.Landed() if has_landed else states.LostInTransit()
+            return machine.Landed() if has_landed else machine.LostInTransit()
         self._monitor.await_snapshot()
         if snapshots.shares_current:
-            return states.Landed()
-        self._current.num_lost_copies += isinstance(state.plan, states.EndEarly) and state.change is None
-        return states.LostInTransit()
+            return machine.Landed()
+        self._current.num_lost_copies += isinstance(state.plan, machine.EndEarly) and state.change is None
+        return machine.LostInTransit()
 
     # ---- back to the last snapshot
 
-    def _rebuilding(self, state: states.Rebuilding) -> states.Done | states.Lost:
+    def _rebuilding(self, state: machine.Rebuilding) -> machine.Done | machine.Lost:
         lifecycle, group, on_wait = self._lifecycle, self._lifecycle.running, self._monitor.poll
         if state.is_again:
             assert self._current.report is not None
@@ -554,58 +461,33 @@ class Interpreter:
         report = lifecycle.without_lost(report, group, on_wait)
         if report.ok:
             lifecycle.take_answers(report)
-            return states.Done()
+            return machine.Done()
         what = "restore the state" if state.is_again else "form a new group"
         logger.warning("could not %s: %s", what, words(classify(report)))
-        return states.Lost()
+        return machine.Lost()
 
-    def _scheduling(self, state: states.Scheduling) -> states.Resources:
-        plan = state.plan
-        lifecycle, scaling, spec, cause = self._lifecycle, self._scaling, self._spec, self._current.incident.cause
-        if plan.kind == "restarted" and not plan.attempt:
-            lifecycle.make_room()
-        view = lifecycle.settled_view()
-        decision = scaling.decide(view, spec.resources, plan.attempt)
-        if not isinstance(decision, WaitForWorkers):
-            spares = min(spec.num_spares, capacity(view, spec.resources) - decision)
-            return states.Resources(decision, max(0, spares))
-        # Not checked after a failure, because the workers may fit once lost nodes come back.
-        impossible = None
-        if plan.kind == "started":
-            impossible = impossibility(spec.resources, scaling.min_workers, view, spec.words.with_cpus)
-        if decision.delay_s is None:
-            table = impossible or explain(spec.resources, scaling.max_workers, view)
-            few = f"Too few workers can be started: {decision.reason}."
-            raise WorkersLostError(f"{few}\n{table}\n{spec.words.when_starved}".rstrip())
-        if impossible and not plan.attempt:
-            logger.warning("%s", impossible)
-        logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
+    def _scheduling(self, state: machine.Scheduling) -> machine.Resources:
+        found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._current.incident.cause)
+        return machine.Resources(*found)
 
-        def sleep(seconds: float) -> None:
-            lifecycle.sleep(seconds)
-            lifecycle.check_not_ending(cause)
-
-        slots = lifecycle.make_group(spec, scaling.min_workers).slots
-        slots.await_room(scaling.min_workers, decision.delay_s, sleep, has_driver=spec.use_local)
-        return states.Resources()
-
-    def _launching(self, state: states.Launching) -> states.Done | states.Lost | states.NotGranted:
+    def _launching(self, state: machine.Launching) -> machine.Done | machine.Lost | machine.NotGranted:
         try:
             has_started = self._lifecycle.try_start(state.num_workers, state.num_spares, _REBUILD_RESERVATION_S)
         except ReservationTimeoutError as error:  # another program took the free resources, or their node was lost
             logger.warning("%s", str(error).partition("\n")[0])
-            return states.NotGranted()
-        return states.Done() if has_started else states.Lost()
+            return machine.NotGranted()
+        return machine.Done() if has_started else machine.Lost()
 
-    def _restoring(self, state: states.Restoring) -> states.Done | states.Lost:
+    def _restoring(self, state: machine.Restoring) -> machine.Done | machine.Lost:
         # Also watch the repeated calls, which may hang, too.
         on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
         self._current.report = report = self._snapshots.restore(self._lifecycle.running, on_wait)
         if report.ok:
-            return states.Done()
+            self._lifecycle.newcomers.clear()
+            return machine.Done()
         diagnosis = classify(report)
         if diagnosis.kind != "user":
-            return states.Lost()
+            return machine.Lost()
         lost_parts = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
         if lost_parts:  # no node has this rank's shard of the snapshot
             raise WorkersLostError(f"{lost_parts[0]} {self._snapshots.last_file_in_words}")

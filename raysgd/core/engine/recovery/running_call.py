@@ -21,9 +21,11 @@ from raysgd.core.engine.policies import (
     is_lack_of_memory,
     words,
 )
-from raysgd.core.engine.recovery.states import NUM_COPIES, CallFailed, CallRefused, End, Members, Paused
+from raysgd.core.engine.recovery import machine
+from raysgd.core.engine.recovery.machine import NUM_COPIES, End, Why
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed
+from raysgd.core.engine.shared.group_events import EventKind
 from raysgd.core.engine.shared.types import Answered, Failed, GroupReport, HeldAtStep, WorkerInfo
 from raysgd.core.text.log_lines import named
 from raysgd.core.worker_errors import worker_error
@@ -71,7 +73,7 @@ class Incident:
         self._workers: Sequence[Any] = [] if self.group is None else list(self.group.workers)
         self._infos: Sequence[WorkerInfo] = [] if self.group is None else list(self.group.infos)
 
-    def lose(self, members: Members) -> None:
+    def lose(self, members: machine.Members) -> None:
         """Note that these workers are lost."""
         self.lost |= {rank for rank, worker in enumerate(self._workers) if worker in members}
 
@@ -79,11 +81,11 @@ class Incident:
         """Return True if another worker is rank 0 than before."""
         return self._infos[:1] != [info]
 
-    def num_kept(self, members: Members) -> int:
+    def num_kept(self, members: machine.Members) -> int:
         """Return how many of these workers there were before."""
         return len(members.intersection(self._workers))
 
-    def of_leaving(self, parts: Sequence[Any], staying: Members) -> list[Any]:
+    def of_leaving(self, parts: Sequence[Any], staying: machine.Members) -> list[Any]:
         """Return the parts, by rank, of the workers that leave."""
         return [part for part, worker in zip(parts, self._workers, strict=False) if worker not in staying]
 
@@ -114,69 +116,6 @@ class Incident:
             return f"{named(self.diagnosis.ranks)} raised {self.diagnosis.faults[0].type_name} while {_WHERE[why]}"
         return self.cause if why in (End.NO_RETRY, End.NOT_REPEATABLE) else type(error).__name__
 
-    def error(self, why: End, lifecycle: Lifecycle, budget: RetryBudget, starts: RetryBudget | None) -> BaseException:
-        """Return the error with which a call or a restart ends."""
-        if self.diagnosis is not None and why in (End.USER_ERROR, *_WHERE):
-            return worker_error(self.diagnosis.faults, "" if why is End.USER_ERROR else _after_end(lifecycle))
-        if why is End.NO_START and starts is not None:
-            return start_error(starts)
-        if why is End.UNEVEN_STEPS:
-            return self._from_fault(UnevenStepsError(self.divergence))
-        return self._from_fault(WorkersLostError(self._message(why, lifecycle, budget)))
-
-    def _from_fault(self, error: Exception) -> Exception:
-        error.__cause__ = None if self.diagnosis is None else self.diagnosis.faults[0].error
-        return error
-
-    def _message(self, why: End, lifecycle: Lifecycle, budget: RetryBudget) -> str:
-        spec, cause, last_file = lifecycle.spec, self.cause, lifecycle.snapshots.last_file_in_words
-        match why:
-            case End.LOST_COPIES:
-                return LOST_ON_ITS_WAY
-            case End.CUT_OFF:
-                return "Ray was stopped before the state of the last step was in the driver."
-            case End.PROGRAM_ENDS:
-                return f"{cause}, and the program is about to end, so no other workers are started."
-            case End.NO_GROUP:
-                return f"No group could be started in {lifecycle.scaling.num_attempts} attempts after: {cause}."
-            case End.NOT_REPEATABLE:
-                return (
-                    f"{cause}, in a call that cannot be repeated, because the process with the copy of the state from "
-                    "before the call was lost, too. The next call continues with the state of the surviving workers."
-                )
-            case End.STATE_LOST if not spec.loses_state:
-                return (
-                    f"{cause}, and the state was lost with the workers, because the process with its copy was lost, "
-                    f"too. {last_file}"
-                )
-            case End.STATE_LOST:
-                return (
-                    f"{cause}, and the state was lost with the workers, because `snapshot_every_s=None` switches "
-                    f"snapshots off. {last_file} Without that option, or with `snapshot_every_s=60`, such a failure "
-                    "costs time only."
-                )
-        hint = (
-            f"{LOOK_AT_RAYS_LOG}: too little memory, say, or a collective that the ranks called with different sizes. "
-            if self.diagnosis is not None and self.diagnosis.kind == "died"
-            else ""
-        )
-        spent = f"the {budget.num_restarts} allowed retries of this call are used up"
-        return f"{cause}, and {spent}. {hint}{spec.words.when_spent}".rstrip()
-
-
-def _after_end(lifecycle: Lifecycle) -> str:
-    """Return what became of the state, for users, after workers that were out of sync were ended."""
-    snapshots = lifecycle.snapshots
-    if lifecycle.spec.loses_state and snapshots.has_gap:
-        lost = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."
-        return f"{lost} {snapshots.last_file_in_words}"
-    if not snapshots.has_any:
-        return ""
-    return (
-        "The workers were ended, because they are not in the same state any more. The next call starts new ones, "
-        f"{snapshots.restored_from()}."
-    )
-
 
 class RunningCall:
     """A call that runs, or a change of the group between two calls, and what has last befallen the group in it.
@@ -185,6 +124,7 @@ class RunningCall:
         lifecycle: Holds the worker group.
         monitor: Watches the group.
         failures: Says which failures are retried.
+        starts: Retries of a start, if they are limited.
         reason: Why the group changes, if no call runs.
         call: The call, if one runs.
         budget: The call's retries.
@@ -204,21 +144,18 @@ class RunningCall:
         lifecycle: Lifecycle,
         monitor: Monitor,
         failures: FailurePolicy,
+        starts: RetryBudget | None,
         reason: str = "",
         call: Call = _NO_CALL,
         budget: RetryBudget | None = None,
         number: CallNumber | None = None,
     ) -> None:
-        self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
+        self._lifecycle, self._monitor, self._failures, self._starts = lifecycle, monitor, failures, starts
         self.call, self.budget, self._number = call, budget or RetryBudget(0), number
         self.was_sent, self.num_lost_copies = False, 0
         self.shrank_at: int | None = None
         self.error: BaseException | None = None
         self.note(reason)
-
-    @property
-    def is_call(self) -> bool:
-        return self.call is not _NO_CALL
 
     def note(self, reason: str = "", report: GroupReport | None = None) -> Incident:
         """Record that something has befallen the group. `report` is of the ranks' call; None if it may still run."""
@@ -227,7 +164,7 @@ class RunningCall:
         self.report = report
         return self.incident
 
-    def attempt(self, *, resumes: bool) -> Completed | Paused | CallFailed | CallRefused:
+    def attempt(self, *, resumes: bool) -> Completed | machine.Paused | machine.CallFailed | machine.CallRefused:
         """Run the call from its start, or from where it was interrupted."""
         lifecycle, monitor, snapshots, call = self._lifecycle, self._monitor, self._lifecycle.snapshots, self.call
         lifecycle.check_active()
@@ -235,10 +172,8 @@ class RunningCall:
         args = call.args_for(group.worlds)
         snapshots.poll()
         began, has_others, captures = lifecycle.now(), not group.is_driver_only, snapshots.is_due_after(call)
-        if has_others:
-            monitor.watch(call)
-        else:
-            monitor.is_on = False
+        monitor.watch(call)
+        monitor.is_on = has_others
 
         def on_wait() -> None:
             monitor.poll()
@@ -270,9 +205,9 @@ class RunningCall:
         except BaseException as error:
             self.note()
             if not isinstance(error, RanksDifferError):
-                return CallRefused(End.INTERRUPTED, error)
+                return machine.CallRefused(End.INTERRUPTED, error)
             snapshots.forget_calls()  # a restart repeats no call
-            return CallRefused(End.RANKS_DIFFER, error)
+            return machine.CallRefused(End.RANKS_DIFFER, error)
         if call.is_kept:
             snapshots.note_call(call, lifecycle.now() - began)
         # A worker that repeats its reply to the last attempt may send a copy even if `captures` is False.
@@ -282,7 +217,7 @@ class RunningCall:
             snapshots.pace.note_copy(max(copy.seconds for copy in copies))
         return Completed(values)
 
-    def _paused(self, report: GroupReport, values: Sequence[Any]) -> Paused:
+    def _paused(self, report: GroupReport, values: Sequence[Any]) -> machine.Paused:
         """Say why all ranks stopped between two steps: the call must end early, or workers leave or join."""
         lifecycle, monitor, call = self._lifecycle, self._monitor, self.call
         self.note(monitor.reason, report)
@@ -293,14 +228,14 @@ class RunningCall:
             lifecycle.check_active()
             monitor.go_on()
         parts = [] if lifecycle.spec.runs_on and not must_end else [each.part for each in values]
-        return Paused(must_end, self.on_nodes(lifecycle.leaving_nodes_in_use()), parts)
+        return machine.Paused(must_end, self.on_nodes(lifecycle.leaving_nodes_in_use()), parts)
 
-    def on_nodes(self, nodes: frozenset[str]) -> Members:
+    def on_nodes(self, nodes: frozenset[str]) -> machine.Members:
         """Return the workers on these nodes."""
         group = self._lifecycle.running
         return group.of_ranks(rank for rank, info in enumerate(group.infos) if info.node_id in nodes)
 
-    def failed(self, report: GroupReport) -> CallFailed:
+    def failed(self, report: GroupReport) -> machine.CallFailed:
         """Look into a failure: a rank was lost, or user code raised."""
         lifecycle, call, diagnosis = self._lifecycle, self.call, classify(report)
         lifecycle.check_active()
@@ -317,7 +252,7 @@ class RunningCall:
             call.split(sizes)
         incident.lacks_memory = not incident.divergence and self._lacks_memory(diagnosis)
         if incident.lacks_memory:
-            lifecycle.note_short_of_memory()
+            lifecycle.num_short = max(lifecycle.num_short, len(lifecycle.running))
             self.shrank_at = None
             logger.warning("%s; waiting for new workers", incident.cause)
             lifecycle.start_standby()  # if survivors continued in place before, no new workers were started then
@@ -329,9 +264,146 @@ class RunningCall:
             # No one looks for the ranks behind the lost connections later, so that the error could name them.
             everyone = range(len(lifecycle.running))
             incident.lost = set(everyone) - set(lifecycle.running.answering(everyone))
-        return CallFailed(
+        return machine.CallFailed(
             diagnosis.kind, bool(incident.divergence), report.all_answered, failed_alike(report), incident.lacks_memory
         )
+
+    def known(self) -> machine.Known:
+        """Return what is known now, for the next transition."""
+        lifecycle, call, budget, starts = self._lifecycle, self.call, self.budget, self._starts
+        spec, snapshots, scaling, group = lifecycle.spec, lifecycle.snapshots, lifecycle.scaling, lifecycle.group
+        return machine.Known(
+            in_call=call is not _NO_CALL,
+            was_sent=self.was_sent,
+            members=machine.NOBODY if group is None else frozenset(group.workers),
+            is_driver_only=group is not None and group.is_driver_only,
+            min_workers=scaling.min_workers,
+            regroups=spec.regroups,
+            renews=spec.renews,
+            runs_on=spec.runs_on,
+            uses_local=spec.use_local,
+            continues=self._failures.continues,
+            retries_user_errors=self._failures.retries_user_errors,
+            can_continue=call.can_continue,
+            keeps_alike=call.keeps_alike,
+            must_end=call.leaves is not None and call.leaves(),
+            is_ending=lifecycle.is_ending,
+            is_cut_off=lifecycle.is_cut_off(),
+            only_in_workers=lifecycle.holds_only_state,
+            in_transit=snapshots.is_coming,
+            is_lost=snapshots.is_lost,
+            has_snapshot=snapshots.has_any,
+            is_inside=snapshots.is_inside and not snapshots.calls_since,
+            num_standby=0 if group is None else group.standby.num_all,
+            num_lost_copies=self.num_lost_copies,
+            num_retries=budget.num_restarts,
+            num_left=budget.num_restarts - budget.num_spent,
+            continued_at=budget.continued_at,
+            free_from=budget.free_from,
+            num_starts_left=None if starts is None else starts.num_restarts - starts.num_spent,
+            num_attempts=scaling.num_attempts,
+        )
+
+    def raised(self, plan: machine.Raise) -> BaseException:
+        """Return the error with which a call or a restart ends, and count a failure for which no retry was left."""
+        if plan.why is End.NO_RETRY:
+            self.budget.refuse()
+        elif plan.why is End.NO_START and self._starts is not None:
+            self._starts.refuse()
+        return plan.error or self._error(plan.why)
+
+    def _error(self, why: End) -> BaseException:
+        diagnosis = self.incident.diagnosis
+        if diagnosis is not None and why in (End.USER_ERROR, *_WHERE):
+            return worker_error(diagnosis.faults, "" if why is End.USER_ERROR else self._after_end)
+        if why is End.NO_START and self._starts is not None:
+            return start_error(self._starts)
+        is_uneven = why is End.UNEVEN_STEPS
+        error = UnevenStepsError(self.incident.divergence) if is_uneven else WorkersLostError(self._message(why))
+        error.__cause__ = None if diagnosis is None else diagnosis.faults[0].error
+        return error
+
+    def _message(self, why: End) -> str:
+        lifecycle, cause, diagnosis = self._lifecycle, self.incident.cause, self.incident.diagnosis
+        spec, last_file = lifecycle.spec, lifecycle.snapshots.last_file_in_words
+        match why:
+            case End.LOST_COPIES:
+                return LOST_ON_ITS_WAY
+            case End.CUT_OFF:
+                return "Ray was stopped before the state of the last step was in the driver."
+            case End.PROGRAM_ENDS:
+                return f"{cause}, and the program is about to end, so no other workers are started."
+            case End.NO_GROUP:
+                return f"No group could be started in {lifecycle.scaling.num_attempts} attempts after: {cause}."
+            case End.NOT_REPEATABLE:
+                return (
+                    f"{cause}, in a call that cannot be repeated, because the process with the copy of the state from "
+                    "before the call was lost, too. The next call continues with the state of the surviving workers."
+                )
+            case End.STATE_LOST if not spec.loses_state:
+                return (
+                    f"{cause}, and the state was lost with the workers, because the process with its copy was lost, "
+                    f"too. {last_file}"
+                )
+            case End.STATE_LOST:
+                return (
+                    f"{cause}, and the state was lost with the workers, because `snapshot_every_s=None` switches "
+                    f"snapshots off. {last_file} Without that option, or with `snapshot_every_s=60`, such a failure "
+                    "costs time only."
+                )
+        hint = (
+            f"{LOOK_AT_RAYS_LOG}: too little memory, say, or a collective that the ranks called with different sizes. "
+            if diagnosis is not None and diagnosis.kind == "died"
+            else ""
+        )
+        spent = f"the {self.budget.num_restarts} allowed retries of this call are used up"
+        return f"{cause}, and {spent}. {hint}{spec.words.when_spent}".rstrip()
+
+    @property
+    def _after_end(self) -> str:
+        """What became of the state, for users, after workers that were out of sync were ended."""
+        snapshots = self._lifecycle.snapshots
+        if self._lifecycle.spec.loses_state and snapshots.has_gap:
+            lost = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."
+            return f"{lost} {snapshots.last_file_in_words}"
+        if not snapshots.has_any:
+            return ""
+        return (
+            "The workers were ended, because they are not in the same state any more. The next call starts new ones, "
+            f"{snapshots.restored_from()}."
+        )
+
+    def record(self, kind: EventKind, done: machine.State | None, state: machine.State) -> None:
+        """Record an event in the history, after the wait of `done` and before that of `state`."""
+        lifecycle, incident, num_kept = self._lifecycle, self.incident, 0
+        cause, detail = incident.cause, ""
+        match done, state:
+            case _, machine.Finished(machine.Raise() as plan):
+                cause = incident.cause_of(plan.why, self.error, in_restart=plan.ends_restart)
+            case machine.AwaitingSnapshot(), machine.Finished(machine.EndEarly(parts)):
+                cause = f"{len(parts)} of at least {lifecycle.scaling.min_workers} workers are left"
+            case machine.Regrouping(change, members), _:
+                incident.lose(change.expected - members)
+                cause, detail = incident.cause, done.source.words
+            case _:
+                detail = lifecycle.snapshots.restored_from()
+                num_kept = incident.num_kept(frozenset(lifecycle.running.workers))
+        lifecycle.record(kind, incident.size, incident.began, cause, detail, num_kept)
+        if isinstance(done, machine.Restoring):
+            lifecycle.end_replacements()
+
+    def abandon(self, change: machine.Change, members: machine.Members, obstacle: str) -> None:
+        """Note that the group is not changed in place, and why. `members` are left."""
+        why = obstacle or "no worker is left"
+        if isinstance(change.plan, machine.EndEarly):
+            logger.warning("no worker has the state of a completed step: %s", why)
+        elif change.why is Why.EVACUATE:
+            logger.warning("the state that only workers have cannot be fetched: %s", why)
+        elif change.why is Why.REUSE:
+            logger.warning("no process can be reused, so new workers are started: %s", why)
+        else:
+            self.incident.lose(change.expected - members)
+            self.incident.obstacles += [obstacle] if obstacle and members else []
 
     def _lacks_memory(self, diagnosis: Diagnosis) -> bool:
         """Return True if survivors ran out of memory in their first step after the group shrank.

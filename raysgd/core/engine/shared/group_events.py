@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 logger = logging.getLogger(__name__)
@@ -97,20 +97,10 @@ class GroupHistory:
         self.events: list[GroupEvent] = []
         self.last_resize = float("-inf")
 
-    def record(
-        self,
-        kind: EventKind,
-        old_size: int,
-        new_size: int,
-        seconds: float,
-        cause: str,
-        detail: str = "",
-        num_kept: int = 0,
-    ) -> None:
-        """Record and log an event. The arguments are the attributes of `GroupEvent`."""
-        event = GroupEvent(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
-        self.events.append(event)
-        logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)
+    def record(self, event: GroupEvent) -> None:
+        """Record and log an event that is over now."""
+        self.events.append(replace(event, at=self._now()))
+        logger.log(_LEVELS.get(event.kind, logging.WARNING), "%s", event)
 
     @property
     def num_failures(self) -> int:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.recovery import machine, states
-from raysgd.core.engine.recovery.machine import restart, transition
-from raysgd.core.engine.recovery.states import (
+from raysgd.core.engine.recovery import machine
+from raysgd.core.engine.recovery.machine import (
     NOBODY,
     AwaitingSnapshot,
     CallFailed,
@@ -55,6 +54,8 @@ from raysgd.core.engine.recovery.states import (
     Survivors,
     TearingDown,
     Why,
+    restart,
+    transition,
 )
 from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
 
@@ -117,8 +118,8 @@ def events(node: Node) -> Iterator[Event]:
                 yield Filled((2,))
             yield from (Filled(joining, members - each) for each in smaller(members))
         case Regrouping():
-            yield from (Formed(), Formed(moves_rank_0=True), Lost(by_user=True), Lost(known.members, known.members))
-            yield from (Lost(each, known.members) for each in smaller(known.members))
+            yield from (Formed(), Formed(moves_rank_0=True), Lost(by_user=True), Lost(known.members))
+            yield from map(Lost, smaller(known.members))
         case Capturing():
             yield from (Captured(True), Captured(False), Lost())
         case AwaitingSnapshot():
@@ -280,7 +281,7 @@ def following_states() -> dict[str, list[str]]:
             places |= walked(Node(Running(), each, num_interrupts=MOST_INTERRUPTS))[0]
         steps = {(node.state, after(node, event)[0].state) for node in places for event in events(node)}
     names = {(type(state).__name__, type(following).__name__) for state, following in steps}
-    in_order = sorted(names, key=lambda each: [str(states.State).index(name) for name in each])
+    in_order = sorted(names, key=lambda each: [str(machine.State).index(name) for name in each])
     arrows = [(state, following) for state, following in in_order if following not in (state, "Finished")]
     return {state: [following for name, following in arrows if name == state] for state, _ in arrows}
 
