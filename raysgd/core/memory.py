@@ -1,4 +1,4 @@
-"""Decides whether a process reuses the memory that it frees or returns this memory to the operating system.
+"""Memory of a process: whether an error says that it ran out, and whether freed memory is reused or returned.
 
 Each training step allocates and frees the same tensors, so workers should reuse their memory. Workers train in a
 thread other than the main thread. For such threads, glibc returns freed memory at once. The operating system must then
@@ -25,6 +25,21 @@ USERS_SETTINGS = ("MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRE
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = {_M_TRIM_THRESHOLD: 512 << 20, _M_TOP_PAD: 64 << 20, _M_MMAP_THRESHOLD: 32 << 20}
 _LARGE_BYTES = 2**17  # minimum size of a large block: one worker's shard of a 1 MiB parameter on eight workers
+
+
+def ran_out(error: BaseException | None, type_name: str = "", message: str = "") -> bool:
+    """Return True if an exception says that the memory of a GPU or of the host ran out.
+
+    Args:
+        error: The exception. None if it could not be sent to this process.
+        type_name: Name of the exception's class, if there is no `error`.
+        message: Message of the exception, if there is no `error`.
+    """
+    names = {type_name} if error is None else {each.__name__ for each in type(error).__mro__}
+    if names & {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"}:  # of Python, PyTorch and TensorFlow
+        return True
+    text = message if error is None else str(error)
+    return "RuntimeError" in names and ("out of memory" in text or "DefaultCPUAllocator" in text)
 
 
 def keep_freed_memory() -> None:

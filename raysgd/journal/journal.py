@@ -227,6 +227,9 @@ class Journal:
         found = self.step(number)
         if found is not None:
             return found
+        is_left_out = bool(self.legs) and number in (each.step for each in self.left_out)
+        if is_left_out and 0 < number - self.begin_of(number) <= self.leg_of(number).window:
+            return StepRecord(number, float("nan"), None, -1.0)  # the step ended the run, so it has no record
         numbers = self.numbers()
         if not numbers:
             obstacle = next((leg.obstacle for leg in self.legs if leg.obstacle), None)

@@ -213,10 +213,9 @@ def journal_of(run: str | os.PathLike[str] | History) -> Journal:
 
 
 def _around(journal: Journal, step: int) -> Sequence[StepRecord]:
-    numbers = journal.numbers()
+    numbers = sorted({*journal.numbers(), step})
     place = numbers.index(step)
-    near = numbers[max(0, place - _AROUND) : place + _AROUND + 1]
-    return [found for number in near if (found := journal.step(number)) is not None]
+    return [journal.check_step(number) for number in numbers[max(0, place - _AROUND) : place + _AROUND + 1]]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

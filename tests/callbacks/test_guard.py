@@ -86,10 +86,15 @@ def test_other_callbacks_do_not_see_the_step(make_local: Make) -> None:
     assert (result["num_samples"], result["batch_count"]) == (8, 3)
 
 
-def test_too_many_steps_of_an_epoch_end_the_run_with_their_numbers(make_local: Make) -> None:
-    trainer = make_local(Broken, config={"bad": [1, 3, 6, 8]})
+def test_too_many_steps_of_an_epoch_end_the_run_with_their_numbers(make_local: Make, tmp_path: Path) -> None:
+    trainer = make_local(Broken, config={"bad": [1, 3, 6, 8]}, split_batches=True)
     with pytest.raises(CallbackError, match=r"`Guard\(max_skipped=1\)`: steps 2, 4 of this epoch are bad, .* rank 0"):
-        trainer.fit(2, callbacks=[Guard(max_skipped=1)])
+        trainer.fit(2, callbacks=[Guard(max_skipped=1)], folder=tmp_path)
+    found = why(tmp_path, 4)
+    assert found.samples == ((12, 13, 14, 15),)
+    assert "left out: the loss is not finite on rank 0" in str(found)
+    with pytest.raises(ValueError, match="the journal has steps 1 to 3"):
+        why(tmp_path, 5)
     make_local(Broken, config={"bad": [1, 3, 6, 8]}).fit(2, callbacks=[Guard(max_skipped=2)])
 
 

@@ -1,7 +1,7 @@
 """Trainings in which random ranks run out of memory: no process ends, and the weights are those of a run without.
 
 `python -m tests.torch.memory_lacks --times 100` raises that many errors; `--seed` draws others. Each call to `train`
-has one error, of a random rank, in a random step, at a random place of the step.
+has two errors, of random ranks, in random steps, at random places of the steps.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
+import ray
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,6 +26,7 @@ from raysgd.torch.parallel.undo import TensorCopies
 
 NUM_STEPS, GLOBAL_BATCH, NUM_FEATURES = 6, 24, 3
 PLACES = ("forward", "backward", "copies", "optimizer")
+Lack = tuple[int, str, int]  # the step of the epoch, the place and the rank
 
 
 class ShortAdam(torch.optim.Adam):
@@ -142,9 +145,9 @@ def delays(operator: Short) -> list[float]:
 
 
 def run(
-    operator_cls: type[Short], num_workers: int, lacks: list[tuple[int, str, int] | None], micro_batch_size: Any
+    operator_cls: type[Short], num_workers: int, lacks: Sequence[Sequence[Lack]], micro_batch_size: Any
 ) -> tuple[torch.Tensor, list[float], list[int | None]]:
-    """Train an epoch for each of `lacks`: a step, a place and a rank.
+    """Train an epoch for each of `lacks`, the errors of the epoch.
 
     Returns:
         The weights, the seconds until the next step of the rank, and the size of batches after each epoch.
@@ -161,8 +164,8 @@ def run(
         )
         with trainer:
             seconds, sizes, before = list[float](), list[int | None](), processes(trainer)
-            for lack in lacks:
-                if lack is not None:
+            for of_epoch in lacks:
+                for lack in of_epoch:
                     Path(folder, " ".join(map(str, lack))).touch()
                 trainer.train(max_retries=0)  # it costs none
                 largest = trainer._life.largest_batch
@@ -176,31 +179,36 @@ def run(
             return weights(trainer), seconds, sizes
 
 
-def drawn(rng: random.Random, num_workers: int, number: int) -> list[tuple[int, str, int] | None]:
-    """Draw errors: a step, a place and a rank."""
-    return [(rng.randrange(NUM_STEPS), rng.choice(PLACES), rng.randrange(num_workers)) for _ in range(number)]
+def drawn(rng: random.Random, num_workers: int, number: int) -> list[list[Lack]]:
+    """Draw errors of some epochs. An epoch has two, because half of a share of 6 samples can be halved once more."""
+    return [
+        [(step, rng.choice(PLACES), rng.randrange(num_workers)) for step in rng.sample(range(NUM_STEPS), 2)]
+        for _ in range(number)
+    ]
 
 
 @cache
 def undisturbed(operator_cls: type[Short], num_workers: int, num_epochs: int) -> torch.Tensor:
     """Return the weights of a training in which no memory lacks."""
-    return run(operator_cls, num_workers, [None] * num_epochs, None)[0]
+    return run(operator_cls, num_workers, [[]] * num_epochs, None)[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--calls", type=int, default=25, help="errors in one training")
+    parser.add_argument("--calls", type=int, default=50, help="calls of one training, with two errors each")
     chosen = parser.parse_args()
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
     rng, number, all_seconds = random.Random(chosen.seed), 0, list[float]()
-    while number < chosen.times:
-        operator_cls, num_workers = rng.choice(OPERATORS), rng.choice((2, 3, 4))
-        lacks = drawn(rng, num_workers, min(chosen.calls, chosen.times - number))
+    for operator_cls, num_workers in islice(cycle(product(OPERATORS, (2, 3, 4))), chosen.seed, None):
+        if number >= chosen.times:
+            break
+        lacks = drawn(rng, num_workers, min(chosen.calls, -(-(chosen.times - number) // 2)))
         found, seconds, _ = run(operator_cls, num_workers, lacks, "auto")
         expected = undisturbed(operator_cls, num_workers, len(lacks))
         error = (found - expected).abs().max().item()
-        number, all_seconds = number + len(lacks), all_seconds + seconds
+        number, all_seconds = number + 2 * len(lacks), all_seconds + seconds
         print(
             f"{number} errors: {operator_cls.__name__} on {num_workers} workers, weights differ by {error:.1e}, next "
             f"step after {median(seconds):.2f} s (at most {max(seconds):.2f})",

@@ -13,6 +13,7 @@ from typing import Literal
 
 from raysgd.core.cluster.resources import ClusterView, Resources, capacity
 from raysgd.core.engine.shared.types import Failure, FailureKind, GroupReport, ReplicaProgress, WorkerInfo
+from raysgd.core.memory import ran_out
 from raysgd.core.text.log_lines import named
 from raysgd.exceptions import WorkerFault
 
@@ -30,8 +31,6 @@ _DEATHS = {
 _OF_SEVERAL = {_PROCESS_DIED: "their processes died", _NODE_DIED: "their nodes died"}
 LOOK_AT_RAYS_LOG = "Ray's log of the worker (`worker-*.err`) may name the cause"
 _OF_A_NODE = ("its node has died", "node it was running on is dead", "preemption")
-_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
-_NO_MEMORY = ("out of memory", "DefaultCPUAllocator")
 _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "memory", "disconnected")
 
 
@@ -197,15 +196,8 @@ def failed_alike(report: GroupReport) -> bool:
 
 def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
     """Return True if no process died and user code raised only out-of-memory errors, of a GPU or a node."""
-    return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
-
-
-def _lacks_memory(fault: WorkerFault) -> bool:
-    """Return True if the error means that memory ran out. PyTorch and TensorFlow have their own errors for this."""
-    if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
-        return True
-    is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
-    return is_runtime_error and any(phrase in fault.message for phrase in _NO_MEMORY)
+    faults = diagnosis.faults
+    return diagnosis.kind == "user" and all(ran_out(each.error, each.type_name, each.message) for each in faults)
 
 
 @dataclass(frozen=True)

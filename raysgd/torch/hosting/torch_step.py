@@ -15,6 +15,7 @@ from raysgd.core.connections._origins import with_causes
 from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error
 from raysgd.core.engine.shared.types import StepLacksMemory, World
+from raysgd.core.memory import ran_out
 from raysgd.core.text.frames import defined_at
 from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.feed import LoaderSource, TorchFeed
@@ -23,8 +24,10 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync
-from raysgd.torch.parallel.undo import Mode, Undo, is_lack_of_memory, lacks_memory
+from raysgd.torch.parallel.tensor_copies import lacks_memory
+from raysgd.torch.parallel.undo import Mode, Undo, lacks_memory
 from raysgd.torch.step.gradients import step_with, tells_of_steps
+from raysgd.torch.step.steps import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.operator import is_stock
@@ -100,7 +103,7 @@ class TorchParts(StepParts):
 
     def check_memory(self, error: BaseException) -> None:
         # Keep no reference to what is raised: a cycle with this frame would keep the memory that the error refers to.
-        if not self.splits or not is_lack_of_memory(error):
+        if not self.splits or not ran_out(error):
             return
         has_stepped, is_again = bool(self.leg.record.stepped), self._lacked_in_step
         self._lacked_in_step |= has_stepped
@@ -108,8 +111,8 @@ class TorchParts(StepParts):
             raise StepLacksMemory from error
         if not has_stepped and self._num_opened > 1:
             raise StepLacksMemory(-(-self._num_opened // 2)) from error
-        where = "in an optimizer's step again" if has_stepped else "for a batch that cannot be divided"
-        logger.warning("memory ran out %s: smaller batches do not help", where)
+        where = "in the step of an optimizer" if has_stepped else "if a batch cannot be divided"
+        error.args = (f"{error} Smaller batches do not help {where} (samples at once: {self._num_opened}).",)
 
     def can_restore(self, error: BaseException, is_alone: bool) -> bool:
         record = self.leg.record

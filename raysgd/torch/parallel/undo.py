@@ -27,10 +27,12 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from raysgd.core.memory import ran_out
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.record import Saved, StepRecord
+from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
 
 logger = logging.getLogger(__name__)
 Mode = Literal["never", "off", "buffers", "learn", "all"]
@@ -201,7 +203,7 @@ class Undo:
             with copying:
                 self._take(saved, watched, copies_all)
         except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if it cannot allocate memory
-            if self.raises_lack and is_lack_of_memory(error):
+            if self.raises_lack and ran_out(error):
                 self._copies = TensorCopies()
                 raise
             logger.warning(

@@ -46,7 +46,7 @@ class BatchOptions:
             )
         if self.micro_batch_size is not None and not self.is_auto:
             count = check_count(
-                "micro_batch_size", self.micro_batch_size, "It is what fits into the memory of one worker."
+                "micro_batch_size", self.micro_batch_size, 'It is what fits into a GPU or worker; "auto" finds it.'
             )
             object.__setattr__(self, "micro_batch_size", count)  # as a Python integer, even if it was a NumPy integer
             if not self.is_global:

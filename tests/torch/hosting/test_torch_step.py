@@ -206,16 +206,22 @@ def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     assert parts.waiting_parameters() == list(operator.part.parameters())
 
 
-LACK = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def size_after(parts: TorchParts, error: BaseException = LACK) -> Any:
-    """Return what the ranks can process at once after an error, or "raised" if the error is raised as it is."""
+def size_after(parts: TorchParts, error: BaseException | None = None) -> Any:
+    """Return what the ranks can process at once after an error, or "raised" if the error is raised."""
     try:
-        parts.check_memory(error)
+        parts.check_memory(error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     except StepLacksMemory as lack:
         return lack.largest_batch
     return "raised"
+
+
+def test_the_last_error_says_how_many_samples_were_too_many() -> None:
+    parts, error = parts_of(Plain()), torch.OutOfMemoryError("CUDA out of memory.")
+    parts.splits = True
+    parts.open(BETWEEN_BATCHES._replace(num_samples=1), None)
+    assert size_after(parts, error) == "raised"
+    advice = "Smaller batches do not help if a batch cannot be divided (samples at once: 1)."
+    assert str(error) == f"CUDA out of memory. {advice}"
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(8, 4), (5, 3), (2, 1), (1, "raised"), (0, "raised")])
@@ -228,6 +234,7 @@ def test_a_batch_that_lacks_memory_is_halved(num_samples: int, size: Any) -> Non
     assert size_after(parts) == size
     assert size_after(parts, ValueError("no lack")) == "raised"
     assert size_after(parts, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")) == size
+    assert size_after(parts, RuntimeError("CUDA error: out of memory")) == size
 
 
 def test_in_a_step_of_an_optimizer_the_state_of_another_rank_is_tried_once() -> None:
