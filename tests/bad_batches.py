@@ -10,9 +10,11 @@ is scaled, which makes a spike. It makes the global batch bad in which it is, on
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.callbacks import Guard
+from raysgd.journal.entries import Leg
 from raysgd.journal.journal import Journal
+from raysgd.replay import replay
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, TrainingOperator
 
@@ -123,6 +127,8 @@ class Case:
         num_steps: Number of global batches in the epoch.
         faults: Faults by the index of their sample.
         dies_at: Step in which the last worker is killed, or None.
+        rewind: Argument of `Guard`.
+        is_replayed: True to train with `deterministic=True`, and to compare a replay with the run.
     """
 
     operator: type[Stock]
@@ -131,6 +137,8 @@ class Case:
     num_steps: int
     faults: dict[int, float]
     dies_at: int | None = None
+    rewind: int | None = None
+    is_replayed: bool = False
 
     @property
     def bad_steps(self) -> list[int]:
@@ -154,30 +162,53 @@ def drawn(seed: int) -> Case:
         faults |= dict.fromkeys(where if on_all else [chooser.choice(where)], kind)
     num_workers = chooser.choice([1, 2, 3])
     dies_at = chooser.randrange(5, num_steps - 5) if num_workers > 1 and chooser.random() < 0.5 else None
-    return Case(operator, num_workers, window, num_steps, faults, dies_at)
+    rewind = chooser.choice([None, 1, 4, 10])
+    is_replayed = operator in (Stock, Own) and window == 1 and chooser.random() < 0.5
+    return Case(operator, num_workers, window, num_steps, faults, dies_at, rewind, is_replayed)
 
 
-def expected(case: Case) -> list[torch.Tensor]:
-    """Return the weights of plain PyTorch in one process, which leaves the bad steps out."""
+def expected(case: Case, legs: Sequence[Leg]) -> tuple[list[torch.Tensor], dict[int, int | None]]:
+    """Train with plain PyTorch in one process, which leaves the bad steps out.
+
+    Returns:
+        The weights, and for each step that is left out the step whose state it restores.
+    """
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     batches = list(DataLoader(samples(case.num_steps, case.faults), batch_size=SIZE * case.window))
+    of_new_groups = [leg.after for leg in legs[1:] if leg.num_workers > 1]
+    before, copies, back_to = 0, list[tuple[int, Any]](), dict[int, int | None]()
     for number, batch in enumerate(batches, start=1):
-        if min(number * case.window, case.num_steps) in case.bad_steps:
+        step = min(number * case.window, case.num_steps)
+        if before in of_new_groups:
+            copies = []
+        if step in case.bad_steps:
+            copies_left = [each for each in copies if case.rewind is not None and before - each[0] >= case.rewind]
+            back_to[step] = copies_left[-1][0] if copies_left else None
+            if copies_left:
+                copies = copies_left
+                for part, state in zip((model, optimizer, schedule), copy.deepcopy(copies[-1][1]), strict=True):
+                    part.load_state_dict(state)
+            before = step
             continue
+        if case.rewind is not None and (not copies or before - copies[-1][0] >= case.rewind):
+            states = copy.deepcopy([each.state_dict() for each in (model, optimizer, schedule)])
+            copies = [*copies[-1:], (before, states)]
+        before = step
         optimizer.zero_grad()
         loss_of(model, *batch).backward()
         optimizer.step()
         if case.operator is not Twice:
             schedule.step()
-    return [each.detach() for each in model.parameters()]
+    return [each.detach() for each in model.parameters()], back_to
 
 
 def problems(case: Case) -> list[str]:
     """Run a case, and return what is wrong with it."""
     config = {"num_steps": case.num_steps, "faults": case.faults, "batch_size": SIZE}
-    options: dict[str, Any] = {"split_batches": True, "accumulate_grad_batches": case.window}
+    options: dict[str, Any] = {"split_batches": True, "accumulate_grad_batches": case.window, "seed": 1}
+    options["deterministic"] = case.is_replayed
     if case.operator is not Twice:
         options["scheduler_step_freq"] = "batch"
     where: dict[str, Any] = {"use_local": True} if case.num_workers == 1 else {"num_workers": case.num_workers}
@@ -188,17 +219,24 @@ def problems(case: Case) -> list[str]:
     ):
         if case.dies_at is not None:
             kill_worker(trainer, case.num_workers - 1, at=f"step:{case.dies_at}")
-        guard = Guard(spike=SPIKE, max_skipped=case.num_steps)
+        guard = Guard(spike=SPIKE, max_skipped=case.num_steps, rewind=case.rewind)
         (result,) = trainer.fit(1, callbacks=[guard], folder=folder, progress=False)
-        left_out = Journal(folder).left_out
-        models = trainer.get_model()
+        journal, models = Journal(folder), trainer.get_model()
+        if case.is_replayed:
+            repeated = replay(folder, case.num_steps, program=case.operator, config={"faults": case.faults})
+            if not repeated.is_exact:
+                found.append(f"the replay differs: {repeated}")
+            for weight, again in zip(models.parameters(), repeated.state["models"][0].values(), strict=True):
+                if not torch.equal(weight.detach(), again):
+                    found.append(f"the weights of the replay differ by {(weight.detach() - again).abs().max()}")
+    weights, back_to = expected(case, journal.legs)
     for model in models if isinstance(models, list) else [models]:
-        pairs = zip(model.parameters(), expected(case), strict=True)
+        pairs = zip(model.parameters(), weights, strict=True)
         difference = max(float((one.detach() - other).abs().max()) for one, other in pairs)
         if not difference < 1e-9:
             found.append(f"weights differ by {difference}")
-    if sorted({each.step for each in left_out}) != case.bad_steps:
-        found.append(f"left out {sorted({each.step for each in left_out})}, and not {case.bad_steps}")
+    if (got := {each.step: each.back_to for each in journal.left_out}) != back_to:
+        found.append(f"left out {got}, and not {back_to}")
     num_samples = case.num_steps * SIZE - sum(
         min(case.window, case.num_steps - (step - 1) // case.window * case.window) * SIZE for step in case.bad_steps
     )
@@ -222,7 +260,7 @@ def false_alarms(num_steps: int, **options: Any) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bad_batches", description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=50, help="programs, with 10 planted batches each")
-    parser.add_argument("--steps", type=int, default=10_000, help="clean steps")
+    parser.add_argument("--steps", type=int, default=10_000, help="clean steps; 0 for none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int)
     arguments = parser.parse_args()
@@ -235,9 +273,9 @@ def main() -> None:
         found = problems(case)
         num_wrong += bool(found)
         print(f"{seed}: {'; '.join(found) or 'right'}" + (f"\n{case}" if found else ""), flush=True)
-    alarms = (
-        [*false_alarms(arguments.steps), *false_alarms(arguments.steps, spike=SPIKE)] if arguments.only is None else []
-    )
+    num_clean, alarms = arguments.steps if arguments.only is None else 0, list[int]()
+    if num_clean:
+        alarms = [*false_alarms(num_clean), *false_alarms(num_clean, spike=SPIKE)]
     print(f"{num_wrong} of {len(seeds)} programs are wrong, {len(alarms)} false alarms")
     sys.exit(bool(num_wrong or alarms))
 

@@ -54,6 +54,7 @@ class Guard(WorkerCallback):
         if rewind is not None and not (is_integer(rewind) and rewind >= 1):
             raise ValueError(f"`rewind={rewind!r}`: need a number of steps, at least 1, or None.")
         self._raises, self._spike, self._most, self._rewind = nonfinite == "raise", spike, max_skipped, rewind
+        self._step = self._completed = 0  # the step that is judged, and the last one before it
         # The state: the latest norms of each optimizer, the overflows in a row, the epoch, and its steps left out.
         self._norms: dict[int, list[float]] = {}
         self._num_overflows, self._epoch, self._skipped = 0, -1, list[int]()
@@ -81,7 +82,7 @@ class Guard(WorkerCallback):
         self._skipped = [step for step in self._skipped if step <= leg["step"]]
         is_new_group = leg["num_workers"] > 1 and operator._raysgd.sync.leg.flight_recorder.number <= 1
         self._copies = [each for each in self._copies if each[0] < leg["step"] and not is_new_group]
-        self._losses = 0.0
+        self._step, self._losses = leg["step"], 0.0
         self._buffers = _buffers_of(operator)
 
     def _see_loss(self, operator: Any, loss: Any) -> Any:
@@ -93,15 +94,17 @@ class Guard(WorkerCallback):
     def _leaves_out(self, operator: Any, optimizer: Any) -> bool:
         norm, index, step = float(norm_of(operator, optimizer)), index_of(operator, optimizer), operator.global_step + 1
         losses, self._losses = self._losses, 0.0
+        if step != self._step:
+            self._step, self._completed = step, self._step
         found = self._judge(operator, step, index, norm, losses)
         if found is None:
             self._buffers = _buffers_of(operator)
-            if index == 0 and self._wants_copy(step - 1):
+            if index == 0 and self._wants_copy():
                 del self._copies[:-1]
-                self._copies.append((step - 1, operator._raysgd.copy_state()))
+                self._copies.append((self._completed, operator._raysgd.copy_state()))
             return False
         reason, ranks = found
-        back_to = self._restore(operator, step, index)
+        back_to = self._restore(operator, index)
         entry = {"step": step, "optimizer": index, "reason": reason, "ranks": ranks, "back_to": back_to}
         operator._raysgd.callbacks.note_left_out(entry)
         if rank_of(operator) == 0:
@@ -131,22 +134,22 @@ class Guard(WorkerCallback):
         self._norms[index] = [*norms, norm][-_MOST_NORMS:]
         return None
 
-    def _wants_copy(self, step: int) -> bool:
-        """Return True to copy the state after `step` steps."""
-        return self._rewind is not None and (not self._copies or step - self._copies[-1][0] >= self._rewind)
+    def _wants_copy(self) -> bool:
+        """Return True to copy the state before the step."""
+        return self._rewind is not None and (not self._copies or self._completed - self._copies[-1][0] >= self._rewind)
 
-    def _is_old_enough(self, copied: int, step: int, index: int) -> bool:
-        """Return True if the state after `copied` steps may be restored when a step is left out."""
-        return self._rewind is not None and step - 1 - copied >= self._rewind
+    def _is_old_enough(self, copied: int, index: int) -> bool:
+        """Return True if the state after the step `copied` may be restored when the step is left out."""
+        return self._rewind is not None and self._completed - copied >= self._rewind
 
-    def _restore(self, operator: Any, step: int, index: int) -> int | None:
-        """Restore the buffers from before a step, or the state of an earlier step. Return the number of that step."""
+    def _restore(self, operator: Any, index: int) -> int | None:
+        """Restore the buffers from before the step, or the state of an earlier step. Return the number of that step."""
         import torch
 
         with torch.no_grad():
             for buffer, before in zip(_all_buffers(operator), self._buffers, strict=True):
                 buffer.copy_(before)
-        usable = [each for each in self._copies if self._is_old_enough(each[0], step, index)]
+        usable = [each for each in self._copies if self._is_old_enough(each[0], index)]
         if not usable:
             return None
         self._copies = usable  # later copies are of steps that no longer count
@@ -210,11 +213,11 @@ class Repeated(Guard):
         line = self._lines.get((step, index))
         return None if line is None else (line.reason, list(line.ranks))
 
-    def _wants_copy(self, step: int) -> bool:
-        return any(each.back_to == step for each in self._lines.values())
+    def _wants_copy(self) -> bool:
+        return any(each.back_to == self._completed for each in self._lines.values())
 
-    def _is_old_enough(self, copied: int, step: int, index: int) -> bool:
-        return bool(self._lines[step, index].back_to == copied)
+    def _is_old_enough(self, copied: int, index: int) -> bool:
+        return bool(self._lines[self._step, index].back_to == copied)
 
 
 def _on(ranks: list[int]) -> str:

@@ -180,11 +180,17 @@ def run(
 
 
 def drawn(rng: random.Random, num_workers: int, number: int) -> list[list[Lack]]:
-    """Draw errors of some epochs. An epoch has two, because half of a share of 6 samples can be halved once more."""
-    return [
-        [(step, rng.choice(PLACES), rng.randrange(num_workers)) for step in rng.sample(range(NUM_STEPS), 2)]
-        for _ in range(number)
-    ]
+    """Draw errors of some epochs. An epoch has two, because half of a share of 6 samples can be halved once more.
+
+    A rank that lacks memory in two steps of its optimizer, and completes none between, raises the error.
+    """
+    found = list[list[Lack]]()
+    while len(found) < number:
+        steps = rng.sample(range(NUM_STEPS), 2)
+        lacks = [(step, rng.choice(PLACES), rng.randrange(num_workers)) for step in steps]
+        if abs(steps[0] - steps[1]) > 1 or {place for _, place, _ in lacks} != {"optimizer"}:
+            found.append(lacks)
+    return found
 
 
 @cache
