@@ -24,10 +24,8 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.record import SoFar
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync
-from raysgd.torch.parallel.tensor_copies import lacks_memory
 from raysgd.torch.parallel.undo import Mode, Undo, lacks_memory
 from raysgd.torch.step.gradients import step_with, tells_of_steps
-from raysgd.torch.step.steps import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.operator import is_stock

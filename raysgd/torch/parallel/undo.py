@@ -32,7 +32,6 @@ from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.record import Saved, StepRecord
-from raysgd.torch.parallel.tensor_copies import TensorCopies, digest_of, digests_of, is_writable, kept
 
 logger = logging.getLogger(__name__)
 Mode = Literal["never", "off", "buffers", "learn", "all"]
@@ -445,13 +444,6 @@ def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging
     if free is None or num_bytes <= free // 2:
         return None
     return f"{num_bytes / 2**20:.0f} of {free / 2**20:.0f} MiB that are free"
-
-
-def is_lack_of_memory(error: BaseException) -> bool:
-    """Return True if an error says that the memory of a GPU or of the host ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _free_bytes(device: torch.device, num_sharing: int) -> int | None:

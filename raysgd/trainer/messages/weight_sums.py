@@ -35,8 +35,8 @@ _CHUNK = 1 << 16  # number of elements to convert to float64 at a time, in half 
 REASONS_OF_TORCH = (
     "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
     "`self.model(...)`, and `self.backward(loss)` or `loss.backward()`); a second `loss.backward()` after the forward "
-    "passes (add the losses up, or call `self.backward` for each); an optimizer that steps in a hook, inside the backward pass, where "
-    "gradients are not averaged yet (step it after `self.backward(loss)`)"
+    "passes (add the losses up, or call `self.backward` for each); an optimizer that steps in a hook, inside the "
+    "backward pass, where gradients are not averaged yet (step it after `self.backward(loss)`)"
 )
 _ADVICE = (
     "Replicas that exchange gradients have to stay in sync. Likely reasons: {reasons}; random numbers or learning "
