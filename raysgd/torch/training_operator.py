@@ -126,8 +126,8 @@ class TrainingOperator(RegisteringOperator):
         for model in self._models_of("train_batch"):
             begin_training(model)
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
-        validates, has_scheduler = info.get(VALIDATES, False), getattr(self, "scheduler", None) is not None
-        by_batch, by_epoch = schedulers.schedulers_of(self, validates) if has_scheduler else ([], [])
+        validates = info.get(VALIDATES, False)
+        by_batch, by_epoch = schedulers.schedulers_of(self, validates)
         meters, leg, train_batch = internals.take_meters(), internals.sync.leg, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             internals.begin_metrics()

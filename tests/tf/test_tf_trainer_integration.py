@@ -102,7 +102,7 @@ def test_a_file_with_anything_else_in_it_changes_nothing(trainer: TFTrainer, tmp
 
 
 @pytest.mark.keras_in_turns("keras2")
-def test_a_callback_for_the_steps_of_pytorch_is_refused_before_anything_begins(trainer: TFTrainer) -> None:
+def test_a_callback_for_pytorch_or_for_one_worker_is_refused_before_anything_begins(trainer: TFTrainer) -> None:
     before = len(trainer.history)
     with pytest.raises(TypeError, match=r"`GradientNorms` runs in the workers, .*`TFTrainer` cannot do: leave it out"):
         trainer.fit(1, callbacks=[GradientNorms()])
@@ -111,6 +111,8 @@ def test_a_callback_for_the_steps_of_pytorch_is_refused_before_anything_begins(t
             ValueError, match=f"`{[*options][-1]}` cannot work here: `TFTrainer` cannot hold its workers"
         ):
             trainer.fit(**options)
+    with pytest.raises(ValueError, match="`num_workers=2` cannot work: it would restore weights and epoch on rank 0"):
+        trainer.reset_config({"fit_config": {"callbacks": [type("BackupAndRestore", (), {"set_model": None})()]}})
     assert len(trainer.history) == before
     assert trainer.fit(1, callbacks=[])[0]["val_loss"] >= 0
 

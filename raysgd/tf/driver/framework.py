@@ -73,6 +73,11 @@ class TFFramework(Framework):
         config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
         return replace(settings, config=config)
 
+    def check_config(self, life: TrainerLife, config: Mapping[str, Any] | None) -> dict[str, Any]:
+        checked = super().check_config(life, config)
+        arguments.check_config(replace(life.settings, config=checked), life.group_settings.num_workers)
+        return checked
+
     def check_reload(self, life: TrainerLife, operator_cls: Any) -> None:
         arguments.resolve_operator(operator_cls, None, None)
         if self.trains_with_fit:

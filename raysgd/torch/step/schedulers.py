@@ -34,13 +34,19 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
     The schedulers in the first list step after each optimizer step, those in the second list after the epoch.
 
     Args:
-        operator: Operator with `scheduler`, `scheduler_step_freq` and `scheduler_metric`.
+        operator: Operator with `scheduler_step_freq` and `scheduler_metric`. If it has no `scheduler`, none steps.
         validates: True if a validation follows the epoch, as in `fit`. Schedulers may use the validation's metrics.
 
     Raises:
         ValueError: A `ReduceLROnPlateau` has no metric, or would step after each batch.
     """
-    schedulers, freq = _several(operator.scheduler), operator.scheduler_step_freq
+    schedulers, freq = _several(getattr(operator, "scheduler", None)), operator.scheduler_step_freq
+    if (
+        not schedulers
+        and freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH)
+        and operator._raysgd.registered.schedulers
+    ):
+        _warn_of_none(operator, freq)
     lacks_metric = freq == SCHEDULER_STEP_EPOCH and operator.scheduler_metric is None and not validates
     by_batch, by_epoch = (schedulers if freq == each else [] for each in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH))
     if (by_batch or lacks_metric) and any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
@@ -54,6 +60,16 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
         if isinstance(each, CosineAnnealingLR) and each.last_epoch >= each.T_max:
             _warn_of_end(operator, each.T_max)
     return by_batch, by_epoch
+
+
+def _warn_of_none(operator: Any, freq: str) -> None:
+    """Warn once that registered schedulers do not step, because `train_epoch` steps `self.scheduler` only."""
+    if operator.world_rank == 0 and operator._raysgd.once.is_first("scheduler"):
+        logger.warning(
+            '`scheduler_step_freq="%s"` steps `self.scheduler`, which is not set, so the registered schedulers do not '
+            'step. Set `self.scheduler` in `setup`, or pass "manual" if you step them yourself.',
+            freq,
+        )
 
 
 def _warn_of_end(operator: Any, length: int) -> None:

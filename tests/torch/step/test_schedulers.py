@@ -47,3 +47,19 @@ def test_a_run_that_resumes_with_more_epochs_keeps_the_length_of_its_file_and_sa
     [warning] = warnings_of(caplog)
     assert "T_max=2" in warning
     assert 'trainer.load(path, parts=["models"])' in warning
+
+
+class UnderAnotherName(ScheduledOperator):
+    def setup(self, config: dict[str, object]) -> None:
+        super().setup(config)
+        del self.scheduler
+
+
+@pytest.mark.parametrize(("freq", "num_warnings"), [("epoch", 1), ("batch", 1), ("manual", 0)])
+def test_a_scheduler_that_never_steps_is_warned_of_once(
+    freq: str, num_warnings: int, make_local: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_local(**{**options(freq, 2), "operator_cls": UnderAnotherName})
+    trainer.train(), trainer.train()
+    words = f'`scheduler_step_freq="{freq}"` steps `self.scheduler`, which is not set'
+    assert sum(words in record.getMessage() for record in caplog.records) == num_warnings
