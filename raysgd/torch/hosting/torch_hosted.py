@@ -296,7 +296,7 @@ class TorchHostedOperator(HostedOperator):
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
-        noting = internals.loss_calls.on(internals.criterion, leg.items.note_labels, only_labels=True)
+        noting = internals.loss_calls.on(internals.criterion, leg.items.note_labels)
         try:
             may_repeat = self.world.is_distributed or parts.splits
             can_continue = may_repeat and not (self.group_obstacle or self.epoch_obstacle)
@@ -346,7 +346,7 @@ class TorchHostedOperator(HostedOperator):
         """Put the models into evaluation mode for the `with` block and until the next training call."""
         internals, registered = self.internals, self.internals.registered
         internals.loss_calls.makes_all = is_plain(self.operator, "validate", "validate_batch", "forward")
-        noting = internals.loss_calls.on(internals.criterion, internals.note_amount, only_labels=True)
+        noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
         modes = self._modes = self._modes or ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:

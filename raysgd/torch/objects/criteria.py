@@ -173,7 +173,7 @@ class LossCalls:
 
     def __init__(self) -> None:
         self.makes_all = False
-        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # pairs of a listener and `only_labels`
+        self._listeners: list[Callable[[LossCall], None]] = []
         self._hooked: Any = None
         self._copied: _Copied | None = None
         self._called: tuple[Any, Any, _Loss | None] = (None, None, None)  # latest criterion, its `_source`, its entry
@@ -190,7 +190,7 @@ class LossCalls:
         self._copied = _Copied(original, copy, (original._version, copy._version)) if is_known else None
 
     @contextmanager
-    def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
+    def on(self, criterion: Any, listener: Callable[[LossCall], None]) -> Iterator[None]:
         """Notify a listener of all calls to the criterion's losses during the `with` block.
 
         Only calls through the method `call` are noticed if the criterion does not support forward hooks (see
@@ -199,22 +199,21 @@ class LossCalls:
         Args:
             criterion: Criterion that is or contains a loss.
             listener: Function that gets a `LossCall` for each call to a loss.
-            only_labels: True to report only calls to losses that average over labels, such as `CrossEntropyLoss`.
         """
         before, handles = self._hooked, []
         takes_hooks = _takes_hooks(criterion) and not (self.makes_all and _known(criterion))
         for part in dict.fromkeys(_observed(criterion)) if takes_hooks else ():
             loss = _known(part)
-            if loss is not None and (loss.counts_labels if only_labels else loss.is_exact):
+            if loss is not None:
                 hear = partial(self._hear, listener, loss)
                 handles.append(part.register_forward_hook(hear, with_kwargs=True))
-        self._listeners.append((listener, only_labels))
+        self._listeners.append(listener)
         self._hooked = criterion if takes_hooks else None
         try:
             yield
         finally:
             self._hooked = before
-            self._listeners.remove((listener, only_labels))
+            self._listeners.remove(listener)
             for handle in handles:
                 handle.remove()
 
@@ -229,9 +228,8 @@ class LossCalls:
             if criterion is not self._called[0]:
                 self._called = criterion, _source(criterion), _known(criterion)
             _, source, loss = self._called
-            for listener, only_labels in self._listeners:
-                if loss is not None and (loss.counts_labels if only_labels else loss.is_exact):
-                    self._tell(listener, loss, source, (output, target), {}, result)
+            for listener in self._listeners if loss is not None else ():
+                self._tell(listener, loss, source, (output, target), {}, result)
         return result
 
     def _hear(self, listener: Any, loss: _Loss, part: Any, *call: Any) -> None:
@@ -420,6 +418,7 @@ def accuracy(
         An `Accuracy` of numbers or one-element tensors; None if it is unclear how to interpret the outputs, or which
         labels are ignored.
     """
+    comparisons = [each for each in comparisons if each.result is not None]
     if len(comparisons) > 1:
         comparisons = [each for each in comparisons if each.output is output]
     if len(comparisons) == 1:

@@ -86,7 +86,6 @@ class Saved:
     Attributes:
         waiting: Parameters that already had gradients when the step began, because no optimizer had stepped with these
             gradients yet.
-        is_copied: True if any state was copied before the batch.
         is_whole: True if all state was copied before the batch.
         has_unknown: True if state that the batch may change cannot be copied.
         restore: Functions that restore the state: objects, buffers, and the rest of what was copied.
@@ -94,7 +93,7 @@ class Saved:
 
     def __init__(self, waiting: Sequence[torch.Tensor]) -> None:
         self.waiting = waiting
-        self.is_copied = self.is_whole = self.has_unknown = False
+        self.is_whole = self.has_unknown = False
         self.restore: list[Callable[[], object]] = []
 
 

@@ -107,8 +107,6 @@ class Undo:
             batches change, which is enough for the default training code. "learn": all state before the first batch of
             a call; what happens in that batch decides what is copied before later batches. "off": nothing, so that a
             failure in a batch restarts the call. "never": nothing, because no batch is ever repeated in place.
-        is_told_of_batches: True if `save` must be called before each batch. False if no batch is repeated and no
-            gradients are kept.
         raises_lack: True if `save` raises if memory lacks, because smaller batches leave more of it.
     """
 
@@ -133,7 +131,6 @@ class Undo:
         self._has_warned = False
         self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
         self._keeps_gradients = keeps_gradients
-        self.is_told_of_batches = keeps_gradients or mode != "never"
 
     def waiting_parameters(self, record: StepRecord | None = None) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet.
@@ -244,12 +241,13 @@ class Undo:
             parameters = [each for each in parameters if id(each) not in self._unchanging]
         watched.copied = parameters
         self._copies.take_copies([*parameters, *filter(is_writable, tensors)])
-        saved.is_copied, saved.is_whole = True, copies_all and not saved.has_unknown
+        saved.is_whole = copies_all and not saved.has_unknown
         saved.restore += [partial(owner.__setitem__, name, value) for owner, name, value in buffers]
         saved.restore += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
         if saved.is_whole:
             saved.restore += [partial(each.requires_grad_, each.requires_grad) for each in watched.parameters]
             saved.restore.append(partial(rng.restore, rng.capture()))
+        saved.restore.append(self._copies.restore)
 
     def _note_unknown(self, saved: Saved, owner: Any, unknown: type) -> None:
         saved.has_unknown = True
@@ -331,17 +329,14 @@ class Undo:
         had stepped with them.
         """
         saved = record.saved
-        if saved is None and self.is_told_of_batches:
+        if saved is None:
             return
-        waiting = {*map(id, () if saved is None else saved.waiting)}
+        waiting = {*map(id, saved.waiting)}
         for parameter in parameters_of(self._optimizers):
             if id(parameter) not in waiting:
                 parameter.grad = None
-        if saved is not None:
-            for restore in saved.restore:
-                restore()
-            if saved.is_copied:
-                self._copies.restore()
+        for restore in saved.restore:
+            restore()
 
 
 def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -11,7 +11,6 @@ import math
 import pickle
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -628,7 +627,7 @@ class RankRows:
     def __init__(self, name: str) -> None:
         self.name = name
         self.lost: dict[str, Any] = {}
-        self._told: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=2)
+        self._told: dict[int, Mapping[str, Any]] = {}  # of the last two steps, by the number of steps before each
 
     def note(self, num_steps: int, rows: Mapping[str, Any]) -> None:
         """Store the rows that the ranks sent in one step.
@@ -637,20 +636,19 @@ class RankRows:
             num_steps: Number of steps that were completed before that step.
             rows: The rows by rank name.
         """
-        if self._told and self._told[-1][0] == num_steps:
-            self._told.pop()
-        self._told.append((num_steps, rows))
+        latest = [(before, told) for before, told in self._told.items() if before != num_steps][-1:]
+        self._told = dict([*latest, (num_steps, rows)])
 
     def forget(self, num_steps: int) -> None:
         """Discard the rows that the ranks sent after `num_steps` steps were completed."""
-        self._told = deque((each for each in self._told if each[0] != num_steps), maxlen=2)
+        self._told.pop(num_steps, None)
 
     def as_of(self, num_steps: int) -> Mapping[str, Any]:
         """Return the last rows that the ranks sent in the first `num_steps` steps of the call, by rank name.
 
         Return an empty mapping if no such rows are stored.
         """
-        return next((rows for before, rows in reversed(self._told) if before < num_steps), {})
+        return next((rows for before, rows in reversed(self._told.items()) if before < num_steps), {})
 
     def keep_lost(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:
         """Keep the last rows of lost ranks, because a new group of workers continues the call.

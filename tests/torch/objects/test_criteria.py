@@ -99,7 +99,7 @@ def test_a_compiled_criterion_is_left_alone() -> None:
 def test_a_call_is_told_once_with_the_labels_that_count(criterion: Any, makes_all: bool) -> None:
     calls, found = LossCalls(), list[LossCall]()
     calls.makes_all = makes_all
-    with calls.on(criterion, found.append, only_labels=True):
+    with calls.on(criterion, found.append):
         for target in (WITH_IGNORED, TARGET):
             calls.call(criterion, SCORES, target)
     counted = [(int((TARGET != 3).sum()), TARGET.numel(), True), (TARGET.numel(), TARGET.numel(), False)]
@@ -139,7 +139,7 @@ compiled = partial(torch.compile, backend="eager")
 def test_a_loss_over_labels_is_heard_whoever_calls_it(criterion: Any, is_exact: bool, makes_all: bool) -> None:
     calls, found, criterion = LossCalls(), list[LossCall](), observable(criterion)
     calls.makes_all = makes_all
-    with calls.on(criterion, found.append, only_labels=True):
+    with calls.on(criterion, found.append):
         if isinstance(criterion, torch.nn.Sequential):
             criterion[0](SCORES, TARGET)
         elif makes_all:
