@@ -29,8 +29,8 @@ class Guard(WorkerCallback):
 
     Each optimizer is judged by itself. Without `self.backward`, only the gradients are checked. Attributes of your
     operator are not restored. A GPU waits for the gradient norm in each step. In fp16, overflows are left to the
-    gradient scaler, up to 20 in a row. Your own `train_epoch`, `strategy="none"`, steps with a closure, and `rewind`
-    with FSDP are refused.
+    gradient scaler, up to 20 in a row. Your own `train_epoch`, `strategy="none"`, steps with a closure or by
+    `self._amp_scaler`, and `rewind` with FSDP are refused. A `GradScaler` that you made hides bad steps from `Guard`.
 
     Args:
         nonfinite: What to do if a worker's loss, or a gradient, is not finite: "skip" leaves the step out, "raise" ends

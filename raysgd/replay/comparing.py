@@ -19,6 +19,7 @@ from raysgd.trainer.configuration.batch_options import BatchOptions
 
 LOSS, NORM = "loss", "norm"
 _NUM_TYPICAL, _SMALL = 20, 0.01
+_OF_MEANS = 2.0**-51  # a mean loss is rounded once more on each worker of a group, even if all weights have equal bits
 
 
 class Sizes(NamedTuple):
@@ -111,7 +112,7 @@ def compare(
                 continue
             bits_at = first.step if bits_at is None else bits_at
             difference = _difference(*values, size)
-            limit = 0.0 if rounding is None else max(rounding.floor, rounding.growth * largest[name])
+            limit = _OF_MEANS if rounding is None else max(rounding.floor, rounding.growth * largest[name])
             if found[0] is None and difference > limit:
                 found = first.step, name, values
             largest[name] = max(largest[name], difference)

@@ -58,7 +58,7 @@ class Replayed:
 
     @property
     def is_same(self) -> bool:
-        """True if no loss or norm differs more than rounding explains, with `deterministic=True` in no bit."""
+        """True if no loss or norm differs more than rounding explains. `deterministic=True` rounds only means."""
         return self.comparison.step is None
 
     @property
@@ -90,7 +90,8 @@ class Replayed:
         if self.is_exact:
             lines.append("each loss has the bits that the run had")
         elif found.values is None:
-            lines.append(f"{largest}, {found.cause}; `deterministic=True` keeps the bits")
+            advice = "" if found.rounding is None else "; `deterministic=True` keeps the bits"
+            lines.append(f"{largest}, {found.cause}{advice}")
         else:
             limit = "" if found.rounding is None else " more than rounding explains"
             lines.append(

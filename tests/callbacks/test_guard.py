@@ -129,6 +129,25 @@ def test_overflows_of_fp16_without_an_end_are_bad(make_local: Make, tmp_path: Pa
     assert [(each.step, each.ranks) for each in Journal(tmp_path).left_out] == [(20, ()), (21, ()), (22, ())]
 
 
+class ByScaler(LinearOperator):
+    """Scales its loss and steps by the scaler of the library itself."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, _, target = batch
+        with self.autocast():
+            loss = self.criterion(self.model(features), target)
+        self.optimizer.zero_grad()
+        self._amp_scaler.scale(loss).backward()
+        self._amp_scaler.step(self.optimizer)
+        self._amp_scaler.update()
+        return {"train_loss": loss.item(), "num_samples": len(target)}
+
+
+def test_a_step_by_a_scaler_is_refused_because_the_scaler_hides_bad_steps(make_local: Make) -> None:
+    with pytest.raises(ValueError, match=r"call `self.backward\(loss\)` and `self.optimizer_step\(\)` instead"):
+        make_local(ByScaler, precision="fp16").fit(1, callbacks=[Guard()])
+
+
 def test_rewind_restores_the_newest_state_that_is_old_enough(make_local: Make, tmp_path: Path) -> None:
     states = {}
 

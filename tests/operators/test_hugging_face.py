@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,8 @@ import transformers
 from packaging.version import Version
 
 from raysgd import TorchTrainer
+from raysgd.callbacks import Guard
+from raysgd.journal.journal import Journal
 from raysgd.operators import HuggingFaceOperator, hugging_face
 from tests.torch.lab import validate_on_spare
 
@@ -76,6 +79,32 @@ def test_it_learns(lab: Any, task: str) -> None:
     assert losses[-1] < losses[0] * 0.97
     assert validated["num_samples"] == lab.NUM_SAMPLES
     assert ("val_accuracy" in validated) == (task not in ("a number", "label pixels"))
+
+
+@pytest.mark.parametrize("task", ["a number", "adapter"])
+def test_a_guard_leaves_a_bad_batch_out(lab: Any, task: str, tmp_path: Path) -> None:
+    class Task(lab.Task):  # type: ignore[misc]
+        """Has a batch whose loss is NaN, or lacks this batch."""
+
+        def build_data(self, config: dict[str, Any]) -> Any:
+            train, validation = super().build_data(config)
+            if not config["is_bad"]:
+                del train.dataset[2 * lab.BATCH_SIZE : 3 * lab.BATCH_SIZE]
+            return train, validation
+
+        def forward(self, *parts: Any) -> Any:
+            output, loss, *more = super().forward(*parts)
+            return output, loss * (math.nan if self.config["is_bad"] and self.global_step == 2 else 1), *more
+
+    found = []
+    for is_bad in (True, False):
+        config = {"task": task, "lr": lab.LR, "is_bad": is_bad}
+        with TorchTrainer(training_operator_cls=Task, config=config, use_local=True) as trainer:
+            (result,) = trainer.fit(1, callbacks=[Guard()], folder=tmp_path, progress=False)
+            found.append((result["train_loss"], lab.weights(trainer.get_model())))
+        assert [each.step for each in Journal(tmp_path).left_out] == [3] * is_bad
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_validation_is_the_mean_over_the_words_of_all_batches(lab: Any) -> None:

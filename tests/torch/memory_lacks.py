@@ -182,14 +182,15 @@ def run(
 def drawn(rng: random.Random, num_workers: int, number: int) -> list[list[Lack]]:
     """Draw errors of some epochs. An epoch has two, because half of a share of 6 samples can be halved once more.
 
-    A rank that lacks memory in two steps of its optimizer, and completes none between, raises the error.
+    None is of the optimizer of one rank in two steps in a row, because such a rank gives up.
     """
-    found = list[list[Lack]]()
-    while len(found) < number:
-        steps = rng.sample(range(NUM_STEPS), 2)
-        lacks = [(step, rng.choice(PLACES), rng.randrange(num_workers)) for step in steps]
-        if abs(steps[0] - steps[1]) > 1 or {place for _, place, _ in lacks} != {"optimizer"}:
-            found.append(lacks)
+    found, before = [list[Lack]() for _ in range(number)], (-1, "", 0)
+    for epoch, lacks in enumerate(found):
+        for step in sorted(rng.sample(range(NUM_STEPS), 2)):
+            place, rank, at = rng.choice(PLACES), rng.randrange(num_workers), epoch * NUM_STEPS + step
+            place = "forward" if before == (at - 1, "optimizer", rank) else place
+            before = at, place, rank
+            lacks.append((step, place, rank))
     return found
 
 

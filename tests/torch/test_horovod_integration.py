@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader
 
 import raysgd
 from raysgd import testing
-from raysgd.callbacks import Callback, Checkpointing, Run
+from raysgd.callbacks import Callback, Checkpointing, Guard, Run
 from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkerError
+from raysgd.journal.journal import Journal
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.configuration.recovery import Recovery
+from tests import bad_batches
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (
@@ -348,3 +350,17 @@ def test_an_epoch_is_validated_saved_and_left_at_a_step(ray_cluster: None, tmp_p
     assert told.steps[-3:] == [10, 15, 20]
     assert history["train_loss"] == wanted["train_loss"]
     assert history["num_samples"] == wanted["num_samples"] == [96, 96]
+
+
+def test_a_guard_leaves_a_bad_step_out_on_all_workers(ray_cluster: None, tmp_path: Path) -> None:
+    case = bad_batches.Case(bad_batches.Stock, 2, 1, 8, {4 * bad_batches.SIZE - 1: bad_batches.NAN})
+    config = {"num_steps": case.num_steps, "faults": case.faults, "batch_size": bad_batches.SIZE // 2}
+    options: dict[str, Any] = {"config": config, "scheduler_step_freq": "batch"}
+    with TorchTrainer(
+        training_operator_cls=case.operator, backend="horovod", num_workers=2, num_cpus_per_worker=0.5, **options
+    ) as trainer:
+        trainer.fit(1, callbacks=[Guard()], folder=tmp_path)
+        weights = trainer.get_model().parameters()
+    assert [(each.step, each.ranks) for each in Journal(tmp_path).left_out] == [(4, (1,))]
+    for weight, expected in zip(weights, bad_batches.expected(case, [])[0], strict=True):
+        torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-9)

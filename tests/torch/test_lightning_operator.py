@@ -1066,11 +1066,16 @@ class GuardedByHand(Guarded):
     is_manual = True
 
 
+@pytest.mark.parametrize("precision", [None, "fp16"])
 @pytest.mark.parametrize("module", [Guarded, GuardedByHand])
-def test_a_guard_leaves_bad_steps_of_a_module_out(make_local: MakeTrainer, tmp_path: Path, module: Any) -> None:
-    trainer = make_local(TrainingOperator.from_ptl(module))
+def test_a_guard_leaves_bad_steps_of_a_module_out(
+    make_local: MakeTrainer, tmp_path: Path, module: Any, precision: str | None
+) -> None:
+    trainer = make_local(TrainingOperator.from_ptl(module), precision=precision)
     trainer.fit(1, callbacks=[Guard()], folder=tmp_path)
     assert [each.step for each in Journal(tmp_path).left_out] == [4, 7]
-    if module is Guarded:  # a module that steps its scheduler itself does so after a step that was left out, too
-        expected = bad_batches.expected(bad_batches.Case(bad_batches.Stock, 1, 1, 9, Guarded.faults))
+    if (
+        module is Guarded and precision is None
+    ):  # a module that steps its scheduler itself does so after a step that was left out, too
+        expected, _ = bad_batches.expected(bad_batches.Case(bad_batches.Stock, 1, 1, 9, Guarded.faults), [])
         assert all(map(torch.equal, trainer.state_dict()["models"][0].values(), expected))

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError
 
+from raysgd.callbacks import Guard
 from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed, StateHandover, World
 from raysgd.core.state.state_codec import decode
@@ -445,6 +446,24 @@ def test_apex_trains_as_without_it(operator_cls: type[TrainingOperator], apex: S
     assert (runner.operator.use_fp16_apex, runner.operator._amp) == (True, apex)
     if operator_cls is OldApexOperator:
         assert apex.options["opt_level"] == "O2"
+
+
+class BadOnceOperator(LinearOperator):
+    """Has a loss of NaN in its second step."""
+
+    def forward(self, features: Any, target: Any) -> Any:
+        output, loss = super().forward(features, target)
+        return output, loss * (torch.nan if self.global_step == 1 else 1.0)
+
+
+def test_a_guard_leaves_a_bad_step_out_under_apex(apex: StrictAmp) -> None:
+    _, state = trained_model(BadOnceOperator, precision="apex", worker_callbacks=(Guard(),))
+    _, expected = trained_model(BadOnceOperator, worker_callbacks=(Guard(),))
+    for name, tensor in expected["models"][0].items():
+        torch.testing.assert_close(state["models"][0][name], tensor)
+    assert state["callbacks"]["Guard"]["skipped"] == expected["callbacks"]["Guard"]["skipped"] == [2]
+    with pytest.raises(ValueError, match="so `Guard` cannot see them"):
+        trained_model(OldApexOperator, precision="apex", worker_callbacks=(Guard(),))
 
 
 def test_several_batches_make_a_step_under_apex(apex: StrictAmp) -> None:

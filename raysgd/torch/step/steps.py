@@ -1,0 +1,310 @@
+"""`OptimizerSteps`: finds the optimizers that a call is for, clips gradients, and tells callbacks of steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.options import StepOptions
+from raysgd.torch.parallel.sync import GradientSync
+from raysgd.trainer.worker.operator import required
+from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
+
+_NOTHING = nullcontext()
+
+
+class OptimizerSteps:
+    """Knows an operator's optimizers, and what happens around each of their steps.
+
+    Hooks on the optimizers clip gradients before each step, and tell callbacks, even if user code calls
+    `optimizer.step()` itself (ADR 23).
+
+    The operator's `backward` and `optimizer_step` act on the first of these that exists:
+
+    - the optimizer, or list of optimizers, that user code passes as the argument `optimizer`
+    - `self.optimizer`, if only one optimizer is registered, or if a library method, such as the default `train_batch`,
+      calls them
+
+    Args:
+        operator: The operator, whose `clip_grad_norm` and `clip_grad_value` clip the gradients.
+        precision: Numeric precision of the training. It scales and unscales gradients.
+        sync: Averages the gradients of each step. Its `leg` tracks the current batch.
+        options: Options for clipping.
+        callbacks: The worker's callbacks.
+    """
+
+    def __init__(
+        self,
+        operator: Any,
+        precision: Precision,
+        sync: GradientSync,
+        options: StepOptions,
+        callbacks: InstalledCallbacks,
+    ) -> None:
+        self._operator, self._precision, self._sync = operator, precision, sync
+        self._options, self._clips, self._callbacks = options, options.clips, callbacks
+        self._optimizers: Sequence[Any] = ()
+        self._handles: list[Any] = []  # of the hooks on optimizers
+        self._is_usual = False  # a library method calls `backward` or `optimizer_step`
+        self._is_stepping = False  # the library itself steps
+        self._about_to_step: set[int] = set()  # IDs of the optimizers whose current step has gradients
+
+    # ------------------------------------------------------------------------------------ which optimizers
+
+    def acting_on_usual(self) -> AbstractContextManager[None]:
+        """Let `backward` and `optimizer_step` act on `self.optimizer` in the `with` block.
+
+        If user code passes the argument `optimizer`, this argument takes precedence. A user's override of `backward` or
+        `optimizer_step` may lack the parameter `optimizer`. When it calls the original method, that method still acts
+        on the right optimizer.
+        """
+        return self._acting_on_usual() if len(self._optimizers) > 1 else _NOTHING
+
+    @contextmanager
+    def _acting_on_usual(self) -> Iterator[None]:
+        before, self._is_usual = self._is_usual, True
+        try:
+            yield
+        finally:
+            self._is_usual = before
+
+    def chosen(self, method: str, given: Any) -> list[Any]:
+        """Return the optimizers that a method acts on.
+
+        Args:
+            method: Name of the method, for errors.
+            given: Value of the method's argument `optimizer`: an optimizer, a list of optimizers, or None.
+
+        Raises:
+            ValueError: It is unclear which optimizers the method should act on.
+        """
+        if given is None and (self._is_usual or len(self._optimizers) <= 1):
+            return [required(self._operator, "optimizer")]
+        if given is None:
+            arguments = "loss, " if method == "backward" else ""
+            raise ValueError(
+                f"`self.{method}` was called without `optimizer`, and {len(self._optimizers)} optimizers are "
+                f"registered: pass the one that it is for, as in `self.{method}({arguments}optimizer=self.optimizer)`, "
+                "or a list of them. The gradients of the others would add up."
+            )
+        chosen = list(given) if isinstance(given, list | tuple) else [given]
+        if not chosen or not all(hasattr(each, "zero_grad") and hasattr(each, "step") for each in chosen):
+            raise ValueError(f"`optimizer={given!r}`: pass an optimizer that `register` returned, or a list of them.")
+        return chosen
+
+    def registered(self, given: Any) -> Sequence[Any]:
+        """Return the registered optimizers that a call to a user's `optimizer_step` is for. Empty if that is unclear.
+
+        Args:
+            given: First argument of the call; None if it has no argument.
+        """
+        if len(self._optimizers) == 1:
+            return self._optimizers
+        given = required(self._operator, "optimizer") if given is None and self._is_usual else given
+        chosen = given if isinstance(given, list | tuple) else [given]
+        return [each for each in self._optimizers if any(each is one for one in chosen)]
+
+    # ------------------------------------------------------------------------------------ hooks on optimizers
+
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        """Install hooks on the optimizers' steps, so that gradients are clipped even if user code calls `step`.
+
+        Hooks from before this call are removed.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._optimizers = optimizers
+        hooked = list(filter(tells_of_steps, optimizers))
+        self._handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
+        self._handles += [each.register_step_post_hook(self._after_step) for each in hooked]
+
+    def watch_last(self) -> None:
+        """From now on, record each step of an optimizer in the `leg`.
+
+        Call this method after `setup`, so that PyTorch calls the hook after the user's hooks. If a user's hook raises,
+        the optimizer does not step, and nothing is recorded.
+        """
+        for number, each in enumerate(filter(tells_of_steps, self._optimizers), start=1):
+            self._handles.append(each.register_step_pre_hook(partial(self._note_step, number=number)))
+
+    def _note_step(self, optimizer: Any, *_: Any, number: int) -> None:
+        leg = self._sync.leg
+        if leg.rules.averages:
+            leg.flight_recorder.note(f"optimizer {number} stepped")
+        leg.record.note_step(optimizer, leg.undo is not None and leg.undo.is_learning)
+
+    def _sees(self, optimizer: Any) -> bool:
+        """Return True if `optimizer` has the hooks, so that every one of its steps is noticed."""
+        return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
+
+    @property
+    def may_miss_clipping(self) -> bool:
+        """True if an optimizer does not support hooks, so that user code may step it without clipping."""
+        return self._clips and not all(map(tells_of_steps, self._optimizers))
+
+    def _clip(self, optimizer: Any) -> None:
+        if self._callbacks.wants_gradients and not self._callbacks.gradients(optimizer):
+            self._sync.leg.batch.leave_out()
+            self._about_to_step.discard(id(optimizer))
+            self._clear_for_skip(optimizer)
+            return
+        if not self._clips:
+            return
+        options = self._options
+        self._sync.leg.note_clipped()
+        parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
+        if options.clip_grad_norm is not None:
+            norm = self._operator.clip_grad_norm(parameters, options.clip_grad_norm)
+            self._callbacks.note_norm(norm)
+        if options.clip_grad_value is not None:
+            self._operator.clip_grad_value(parameters, options.clip_grad_value)
+
+    def _clear_for_skip(self, optimizer: Any) -> None:
+        """Skip an optimizer's step. If user code still calls `step`, it changes nothing without gradients."""
+        self._sync.leg.batch.skipped.add(id(optimizer))
+        for parameter in self._precision.parameters(optimizer):
+            parameter.grad = None
+
+    def step(self, optimizer: Any) -> None:
+        """Step an optimizer. If options or callbacks require it, first unscale, report and clip the gradients."""
+        if self._clips or self._callbacks.wants_gradients:
+            self._precision.unscale(optimizer)
+            self._clip(optimizer)
+            if id(optimizer) in self._sync.leg.batch.skipped and not self._precision.is_mixed:
+                return  # with mixed precision, the scaler must know of the step
+        self._is_stepping = True
+        try:
+            self._precision.step(optimizer)
+        finally:
+            self._is_stepping = False
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass an optimizer's gradients to callbacks and clip them. PyTorch calls this hook before each step.
+
+        If the library itself steps the optimizer, `step` has already done this.
+
+        If the step has a closure, return the step's arguments with a new closure, which clips the gradients after each
+        call to the old closure. Otherwise, return None, so that the arguments stay unchanged.
+
+        Raises:
+            ValueError: The step has a closure, although gradients are averaged over ranks or accumulated over batches.
+                A closure computes gradients from a single batch of this rank. Or user code steps the optimizer,
+                although its gradients wait for more batches.
+        """
+        self._about_to_step.discard(id(optimizer))
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            if not self._is_stepping or self._callbacks.wants_steps or self._precision.is_mixed:
+                self._check_gradients(optimizer)
+            return None
+
+        name, leg = type(optimizer).__name__, self._sync.leg
+        if leg.rules.averages:
+            raise ValueError(
+                f"`{name}.step` was given a closure, which an optimizer calls as often as this worker's loss makes "
+                "it, and the workers would step differently: use one worker, or an optimizer that needs no closure, "
+                "and call `self.backward(loss)` and `self.optimizer_step()`."
+            )
+        if leg.rules.has_several or leg.rules.num_shards:
+            raise ValueError(
+                f"`{name}.step` was given a closure, which computes the gradients of a whole step, and here a step has "
+                "several batches: omit `accumulate_grad_batches`, `micro_batch_size` or `deterministic=True`."
+            )
+
+        if self._callbacks.may_leave_out:
+            raise ValueError(
+                f"`{name}.step` was given a closure, which computes gradients several times in a step, and `Guard` "
+                "decides once whether a step is taken: omit `Guard`, or use an optimizer that needs no closure."
+            )
+
+        def compute() -> Any:
+            self._sync.leg.stepped(optimizer)  # each call to the closure must start without gradients
+            loss = closure()
+            self._check_gradients(optimizer)
+            return loss
+
+        return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _check_gradients(self, optimizer: Any) -> None:
+        if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
+            return  # a step without gradients changes nothing; some programs step once before they step a scheduler
+        leg = self._sync.leg
+        if not self._is_stepping and leg.rules.has_several and leg.adds_to(optimizer):
+            raise ValueError(
+                f"`{leg.rules.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
+                "wait for more batches: call `self.optimizer_step()` for every batch instead."
+            )
+        self._about_to_step.add(id(optimizer))
+        if not self._is_stepping:
+            leg.items.check_labels()
+            if self._sync.waits:
+                leg.record.wait()
+        self._precision.check_use()
+        if not self._is_stepping and self._precision.skips_overflows and self._callbacks.may_leave_out:
+            raise ValueError(
+                f"your code steps `{type(optimizer).__name__}` by a gradient scaler, which skips bad steps, so `Guard` "
+                "cannot see them: call `self.backward(loss)` and `self.optimizer_step()` instead, or omit `Guard`."
+            )
+        if not self._is_stepping and (self._clips or self._callbacks.wants_gradients):
+            _unscale_for_step(optimizer)
+            self._clip(optimizer)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        """Record an optimizer's step and notify callbacks. PyTorch calls this hook after each step."""
+        if not self._is_stepping:  # for steps by the library, `Gradients.apply` calls `leg.stepped`
+            self._sync.leg.stepped(optimizer)
+        if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
+            return
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the update if this is not 0
+        if overflow is None or not overflow.item():
+            self._callbacks.stepped(optimizer)
+
+
+def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
+    """Call the operator's `backward` with the batch's weight that `forward` returned.
+
+    Raises:
+        TypeError: The user's override of `backward` does not accept the argument `weight`.
+    """
+    if not _takes(operator.backward, "weight"):
+        raise TypeError(
+            f"`{type(operator).__name__}.forward` returned a weight, but its `backward` does not take one: write "
+            "`def backward(self, loss, **options)` and pass the options on to `super().backward(loss, **options)`."
+        )
+    operator.backward(loss, weight=weight)
+
+
+def step_with(operator: Any, optimizer: Any) -> None:
+    """Call the operator's `optimizer_step`, with `optimizer` if the user's override accepts that argument."""
+    arguments = (optimizer,) if _takes(operator.optimizer_step, "optimizer") else ()
+    operator.optimizer_step(*arguments)
+
+
+def _takes(method: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+
+
+def tells_of_steps(optimizer: Any) -> bool:
+    """Return True if an optimizer supports PyTorch's hooks before and after a step."""
+    return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
+
+
+def _unscale_for_step(optimizer: Any) -> None:
+    """Unscale the gradients of a fused optimizer before its step, so that they can be clipped.
+
+    A fused optimizer would otherwise unscale its gradients during the step, after they were clipped.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.grad is not None:
+            parameter.grad.div_(scale)
+    optimizer.grad_scale = None
