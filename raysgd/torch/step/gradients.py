@@ -268,6 +268,11 @@ class Gradients:
             if self._sync.waits:
                 leg.record.wait()
         self._precision.check_use()
+        if not self._is_stepping and self._precision.skips_overflows and self._callbacks.may_leave_out:
+            raise ValueError(
+                f"your code steps `{type(optimizer).__name__}` by a gradient scaler, which skips bad steps, so `Guard` "
+                "cannot see them: call `self.backward(loss)` and `self.optimizer_step()` instead, or omit `Guard`."
+            )
         if not self._is_stepping and (self._clips or self._callbacks.wants_gradients):
             _unscale_for_step(optimizer)
             self._clip(optimizer)
