@@ -95,7 +95,8 @@ class ProgressBar(Callback):
                 if left is not None:
                     self._bar.line(left)
 
-    def around(self, trainer: Any) -> contextlib.AbstractContextManager[ProgressBar]:
+    @contextlib.contextmanager
+    def around(self, trainer: Any) -> Iterator[ProgressBar]:
         """Show the progress of `train`, `validate`, `test` and `predict` calls inside the `with` block.
 
         Args:
@@ -105,11 +106,6 @@ class ProgressBar(Callback):
             >>> with ProgressBar().around(trainer):  # doctest: +SKIP
             ...     scores = trainer.predict(rows)
         """
-        return self._around(trainer._life.listeners)
-
-    @contextlib.contextmanager
-    def _around(self, listeners: Any) -> Iterator[ProgressBar]:
-        """Show the progress of a trainer's calls inside the `with` block. `listeners` are its `ProgressListeners`."""
         began: list[float] = []
 
         def show(progress: CallProgress) -> None:
@@ -119,7 +115,7 @@ class ProgressBar(Callback):
                 self._bar.line(self._line_of_call(progress, time.monotonic() - began[0]))
                 began.clear()
 
-        with listeners.listening(show):
+        with trainer._life.listeners.listening(show):
             try:
                 yield self
             finally:

@@ -52,7 +52,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         add_dist_sampler: True to shard registered loaders of map-style datasets over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
-        use_tqdm: True to show the progress of `train`, as `raysgd.callbacks.ProgressBar` does.
+        use_tqdm: True to show a progress bar in `train`.
 
     Args: Where it runs
         num_workers: Number of workers. After a failure, training may continue with fewer workers for a while.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from raysgd.callbacks.progress import ProgressBar
+from raysgd.callbacks.progress import LineBar, make_bar
 from raysgd.core.arrays.data_kinds import CallData, goes_to_all
 from raysgd.core.connections.torch import TorchConnection, variables_of_nccl
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
+from raysgd.core.imports import require
+from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import UnevenStepsError
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
@@ -34,6 +38,48 @@ from raysgd.trainer.worker.state.replica_state import place_in
 from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
+    """Show a progress bar during the `with` block. Yield a function that updates the bar.
+
+    Args:
+        stream: File object to which the bar is written. Default: standard error.
+    """
+    bar, began = make_bar(stream or sys.stderr), time.monotonic()
+    is_drawn, newest = type(bar) is not LineBar, list[CallProgress]()
+
+    def show(progress: CallProgress) -> None:
+        newest[:] = [progress]
+        if is_drawn:
+            values = {"loss": f"{progress.loss:.4g}"} if progress.loss is not None else {}
+            bar.draw(_label(progress), progress.num_steps, progress.total, values)
+
+    try:
+        yield show
+    finally:
+        bar.clear()
+    if newest and not is_drawn:
+        bar.line(_line(newest[0], time.monotonic() - began))
+
+
+def _line(progress: CallProgress, elapsed: float) -> str:
+    line: str = require("tqdm", extra="progress", purpose="`use_tqdm=True`").tqdm.format_meter(
+        n=progress.num_steps,
+        total=progress.total,
+        elapsed=elapsed,
+        ncols=100,
+        prefix=_label(progress),
+        unit="batch",
+        postfix=f"loss={progress.loss:.4g}" if progress.loss is not None else None,
+    )
+    return line
+
+
+def _label(progress: CallProgress) -> str:
+    epochs = f"/{progress.num_epochs}" if progress.num_epochs else ""
+    return f"{progress.epoch_idx + 1}{epochs}e"
 
 
 class TorchFramework(Framework):
@@ -89,10 +135,13 @@ class TorchFramework(Framework):
     def goes_on_with(self, dataset: Any) -> bool:
         return goes_to_all(call_data.kind_of(dataset))
 
-    def shown(self, life: TrainerLife) -> AbstractContextManager[Any]:
-        is_shown_already = bool(life.listeners.listeners)  # by the progress bar of `fit`, for example
-        is_due = self._shows_progress and not is_shown_already
-        return ProgressBar()._around(life.listeners) if is_due else nullcontext()
+    @contextmanager
+    def shown(self, life: TrainerLife) -> Iterator[None]:
+        if not self._shows_progress:
+            yield
+            return
+        with epoch_bar() as show, life.listeners.listening(show):
+            yield
 
     def check_answers(self, life: TrainerLife, kind: Kind, answers: Sequence[EpochAnswer], num_steps: Any) -> None:
         if kind == "train" and life.facts.is_synchronous:
