@@ -75,7 +75,8 @@ class TFFramework(Framework):
 
     def check_config(self, life: TrainerLife, config: Mapping[str, Any] | None) -> dict[str, Any]:
         checked = super().check_config(life, config)
-        arguments.check_config(replace(life.settings, config=checked), life.group_settings.num_workers)
+        settings: Any = replace(life.settings, config=checked)
+        arguments.check_config(settings, life.group_settings.num_workers)
         return checked
 
     def check_reload(self, life: TrainerLife, operator_cls: Any) -> None:
