@@ -228,8 +228,9 @@ class LossCalls:
             if criterion is not self._called[0]:
                 self._called = criterion, _source(criterion), _known(criterion)
             _, source, loss = self._called
-            for listener in self._listeners if loss is not None else ():
-                self._tell(listener, loss, source, (output, target), {}, result)
+            if loss is not None:
+                for listener in self._listeners:
+                    self._tell(listener, loss, source, (output, target), {}, result)
         return result
 
     def _hear(self, listener: Any, loss: _Loss, part: Any, *call: Any) -> None:
