@@ -1,4 +1,7 @@
-"""The position in the data of one replica: batches across calls and passes."""
+"""The position in the data of one replica: batches across calls and passes.
+
+Covers `raysgd.torch.data.feed`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which models are wrapped, and what becomes of wrappers in a new group, or where parameters are frozen."""
+"""Which models are wrapped, and what becomes of wrappers in a new group, or where parameters are frozen.
+
+Covers `raysgd.torch.parallel.strategy`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Communication hooks: where one is installed, what it weights, and what it remembers."""
+"""Communication hooks: where one is installed, what it weights, and what it remembers.
+
+Covers `raysgd.torch.parallel.sync`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Objects that a batch changes are put back, or it is known that they cannot be."""
+"""Objects that a batch changes are put back, or it is known that they cannot be.
+
+Covers `raysgd.torch.parallel.undo`.
+"""
 
 from __future__ import annotations
 

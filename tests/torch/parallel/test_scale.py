@@ -1,4 +1,7 @@
-"""What a batch counts in its optimizer step."""
+"""What a batch counts in its optimizer step.
+
+Covers `raysgd.torch.parallel.leg`.
+"""
 
 from __future__ import annotations
 

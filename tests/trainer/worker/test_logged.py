@@ -1,4 +1,7 @@
-"""Metrics that operators log instead of returning them, in the loops of the library and in those of users."""
+"""Metrics that operators log instead of returning them, in the loops of the library and in those of users.
+
+Covers `raysgd.trainer.worker.operator`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What ranks tell each other in each step; the ranks are threads with real connections."""
+"""What ranks tell each other in each step; the ranks are threads with real connections.
+
+Covers `raysgd.trainer.worker.training_call`.
+"""
 
 from __future__ import annotations
 
