@@ -296,14 +296,14 @@ class TorchHostedOperator(HostedOperator):
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
-        noting = internals.loss_calls.on(internals.criterion, leg.items.note_labels)
+        noting = internals.loss_calls.on(internals.criterion, leg.note_labels)
         try:
             may_repeat = self.world.is_distributed or parts.splits
             can_continue = may_repeat and not (self.group_obstacle or self.epoch_obstacle)
             parts.undo.open_call(can_continue and is_divided)
             with leg.flight_recorder.of_call(), self._in_shares(call.progress.num_requested is None, source), noting:
                 yield
-            leg.items.check_counted()
+            leg.check_counted()
         finally:
             sync.end_leg()
 

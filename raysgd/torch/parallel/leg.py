@@ -8,7 +8,7 @@ A backward pass belongs to the batch that the training code requested last. Ther
 with a different weight while the previous batch still needs its backward pass.
 
 A backward pass is weighted (`Scale`), so that a step's gradient is the mean over all samples or other items.
-What a batch counts is the first of these that exists (`BatchItems.of_loss`):
+What a batch counts is the first of these that exists (`Leg.items_of`):
 
 1. the weight that user code passed to its backward pass, or returned from `forward`
 2. the number of labels over which a PyTorch loss averages, or the sum of their weights
@@ -76,7 +76,6 @@ class Leg:
         rules: What holds for all steps of the leg.
         plan: How the batch counts that the training code requested last.
         undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
-        items: Finds what each batch counts.
         scale: How the running backward pass is weighted, or one that user code runs by itself.
         record: What has happened since the last commit.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
@@ -105,8 +104,7 @@ class Leg:
     ) -> None:
         self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
         self._sync, self._share = sync, share
-        self.items, self.scale = BatchItems(self), UNSCALED
-        self.batch = BatchRecord()
+        self.scale, self.batch = UNSCALED, BatchRecord()
         self.record = StepRecord() if record is None else record
         self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = False
@@ -115,6 +113,11 @@ class Leg:
         self.accumulation: Accumulation | None = None
         self._is_weighing = False  # True in a backward pass by the library with a scale of its own
         self._num_waiting, self._is_by_samples = 0, True
+        self._labels = NO_CALL  # the latest call to a criterion that averages over labels
+        # True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A tensor
+        # if the value is on a GPU.
+        self._uncounted: Any = False
+        self._of_calls: list[Any] = []  # the numbers of labels in the loss of the latest such batch
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
@@ -243,6 +246,100 @@ class Leg:
                 "option."
             )
         self.end_waiting()
+
+    # ------------------------------------------------------------------------------------ what a batch counts
+
+    def note_labels(self, call: LossCall) -> None:
+        """Record a call to a loss that averages over labels, so that the batch can be weighted by its labels."""
+        if call.amount is None or not torch.is_grad_enabled():
+            return
+        batch, plan = self.batch, self.plan
+        if not plan.is_padding:
+            batch.items.append(call.amount)
+        if self.rules.weighs:
+            self._labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
+            batch.uncounted = batch.uncounted | (not plan.is_padding and call.is_uneven)
+
+    def items_of(self, loss: torch.Tensor, given: Any) -> Any:
+        """Return over how many items a loss is the mean, or None to weight it by the batch's number of samples.
+
+        Args:
+            loss: Loss of the batch. If it is the result of the latest recorded criterion call, labels are the weight.
+            given: Weight from user code, or None.
+
+        Raises:
+            ValueError: The weight is invalid, does not work with `deterministic=True`, or is unknown because the loss
+                ignores labels or weights them unequally.
+        """
+        labels = self._labels
+        if given is None and labels.result is not loss:
+            self.check_labels()
+            return None
+        weight = labels.amount if given is None else as_weight("weight", given)
+        if not self.rules.num_shards:
+            self.batch.uncounted = False
+            return 0.0 if self.plan.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
+        if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
+            self.check_labels()
+            return None
+        by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
+        what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
+        raise ValueError(
+            f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
+            "`deterministic=True`, or use a loss that is the mean over the samples."
+        )
+
+    def expect_weight(self) -> None:
+        """Raise in the backward pass unless user code passes a weight, or the loss is the criterion's result."""
+        self.batch.uncounted = True
+
+    def check_labels(self) -> None:
+        """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
+
+        Labels on a GPU are checked when the call ends, because checking them here would wait for the GPU.
+        """
+        batch = self.batch
+        if batch.uncounted is not False and self.rules.weighs:
+            self._uncounted, batch.uncounted = self._uncounted | batch.uncounted, False
+            self._of_calls = batch.items
+            if not isinstance(self._uncounted, torch.Tensor):
+                self.check_counted()
+
+    def check_counted(self) -> None:
+        """Check that no batch was weighted by its samples although its loss ignores labels or weights them unequally.
+
+        Raises:
+            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
+        """
+        uncounted, self._uncounted = self._uncounted, False
+        if uncounted:
+            raise ValueError(
+                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
+                f"so gradients are not those of one process. {self._remedy()}"
+            )
+
+    def _remedy(self) -> str:
+        """Return what to write if a loss ignores labels or weights them, and it is unknown how much a batch counts."""
+        latest = self._labels
+        if len({*map(float, self._of_calls)}) > 1:
+            return (
+                "The loss has several means over different labels, so no single weight is right. Make it one mean: add "
+                "up losses with `reduction='sum'`, divide them by one number, and return that number from `forward` "
+                "after the loss, or pass it, as in `self.backward(loss, weight=number)`."
+            )
+        if latest.result is None:
+            return (
+                "The loss has its own `forward` or is decorated, so say what it is the mean over: return that number "
+                "from `forward` after the loss, or pass it, as in `self.backward(loss, weight=number)`."
+            )
+        is_counted = f"target != {latest.ignored}"
+        number, hint = f"({is_counted}).sum()", ""
+        if latest.num_labels is None:
+            number, hint = f"class_weights[target[{is_counted}]].sum()", ", with the class weights of the loss"
+        return (
+            f"Say how much a batch counts{hint}: pass it, as in `self.backward(loss, weight={number})`, or return it "
+            "from `forward` after the loss."
+        )
 
     # ------------------------------------------------------------------------------------ backward passes and steps
 
@@ -395,114 +492,6 @@ def scale_of(plan: BatchPlan, rules: StepRules) -> Scale:
     if rules.num_shards:
         return Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
     return UNSCALED if rules.has_several or plan.weight == 1.0 else Scale(gradients=plan.weight)
-
-
-class BatchItems:
-    """Finds what each batch of a leg counts, the part of a training call that one worker group runs.
-
-    Args:
-        leg: The `Leg`, which tracks the current batch.
-    """
-
-    def __init__(self, leg: Any) -> None:
-        self._leg = leg
-        self._labels = NO_CALL  # the latest call to a criterion that averages over labels
-        # True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A tensor
-        # if the value is on a GPU.
-        self._uncounted: Any = False
-        self._of_calls: list[Any] = []  # the numbers of labels in the loss of the latest such batch
-
-    def note_labels(self, call: LossCall) -> None:
-        """Record a call to a loss that averages over labels, so that the batch can be weighted by its labels."""
-        if call.amount is None or not torch.is_grad_enabled():
-            return
-        batch, plan = self._leg.batch, self._leg.plan
-        if not plan.is_padding:
-            batch.items.append(call.amount)
-        if self._leg.rules.weighs:
-            self._labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
-            batch.uncounted = batch.uncounted | (not plan.is_padding and call.is_uneven)
-
-    def of_loss(self, loss: torch.Tensor, given: Any) -> Any:
-        """Return over how many items a loss is the mean, or None to weight it by the batch's number of samples.
-
-        Args:
-            loss: Loss of the batch. If it is the result of the latest recorded criterion call, labels are the weight.
-            given: Weight from user code, or None.
-
-        Raises:
-            ValueError: The weight is invalid, does not work with `deterministic=True`, or is unknown because the loss
-                ignores labels or weights them unequally.
-        """
-        labels = self._labels
-        if given is None and labels.result is not loss:
-            self.check_labels()
-            return None
-        weight = labels.amount if given is None else as_weight("weight", given)
-        if not self._leg.rules.num_shards:
-            self._leg.batch.uncounted = False
-            return 0.0 if self._leg.plan.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
-        if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
-            self.check_labels()
-            return None
-        by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
-        what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
-        raise ValueError(
-            f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
-            "`deterministic=True`, or use a loss that is the mean over the samples."
-        )
-
-    def expect_weight(self) -> None:
-        """Raise in the backward pass unless user code passes a weight, or the loss is the criterion's result."""
-        self._leg.batch.uncounted = True
-
-    def check_labels(self) -> None:
-        """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
-
-        Labels on a GPU are checked when the call ends, because checking them here would wait for the GPU.
-        """
-        batch = self._leg.batch
-        if batch.uncounted is not False and self._leg.rules.weighs:
-            self._uncounted, batch.uncounted = self._uncounted | batch.uncounted, False
-            self._of_calls = batch.items
-            if not isinstance(self._uncounted, torch.Tensor):
-                self.check_counted()
-
-    def check_counted(self) -> None:
-        """Check that no batch was weighted by its samples although its loss ignores labels or weights them unequally.
-
-        Raises:
-            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
-        """
-        uncounted, self._uncounted = self._uncounted, False
-        if uncounted:
-            raise ValueError(
-                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
-                f"so gradients are not those of one process. {self._remedy()}"
-            )
-
-    def _remedy(self) -> str:
-        """Return what to write if a loss ignores labels or weights them, and it is unknown how much a batch counts."""
-        latest = self._labels
-        if len({*map(float, self._of_calls)}) > 1:
-            return (
-                "The loss has several means over different labels, so no single weight is right. Make it one mean: add "
-                "up losses with `reduction='sum'`, divide them by one number, and return that number from `forward` "
-                "after the loss, or pass it, as in `self.backward(loss, weight=number)`."
-            )
-        if latest.result is None:
-            return (
-                "The loss has its own `forward` or is decorated, so say what it is the mean over: return that number "
-                "from `forward` after the loss, or pass it, as in `self.backward(loss, weight=number)`."
-            )
-        is_counted = f"target != {latest.ignored}"
-        number, hint = f"({is_counted}).sum()", ""
-        if latest.num_labels is None:
-            number, hint = f"class_weights[target[{is_counted}]].sum()", ", with the class weights of the loss"
-        return (
-            f"Say how much a batch counts{hint}: pass it, as in `self.backward(loss, weight={number})`, or return it "
-            "from `forward` after the loss."
-        )
 
 
 @dataclass

@@ -264,7 +264,7 @@ class Gradients:
             )
         self._about_to_step.add(id(optimizer))
         if not self._is_stepping:
-            leg.items.check_labels()
+            leg.check_labels()
             if self._sync.waits:
                 leg.record.wait()
         self._precision.check_use()
@@ -319,7 +319,7 @@ class Gradients:
         unscaled = [each for each in cleared if scale_again(each)] if self._precision.is_mixed else []
         # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
         is_weighted = is_given or leg.rules.weighs
-        own = leg.items.of_loss(loss, weight) if is_weighted else None
+        own = leg.items_of(loss, weight) if is_weighted else None
         if clears:
             self._clear(chosen, cleared)
         had_one = leg.note_backward(cleared, by_samples=own is None)

@@ -12,7 +12,7 @@ import torch
 
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.torch.objects.criteria import LossCall
-from raysgd.torch.parallel.leg import Accumulation, BatchItems, Leg
+from raysgd.torch.parallel.leg import Accumulation, Leg
 from raysgd.trainer.worker.step_loop import StepRules
 
 LOSS = torch.ones((), requires_grad=True)
@@ -20,10 +20,10 @@ PLAN = BatchPlan(4)
 OTHER = torch.zeros((), requires_grad=True)
 
 
-def items(rules: StepRules = StepRules(averages=True), plan: BatchPlan = PLAN) -> BatchItems:
+def items(rules: StepRules = StepRules(averages=True), plan: BatchPlan = PLAN) -> Leg:
     leg = Leg(rules)
     leg.begin_batch(plan)
-    return leg.items
+    return leg
 
 
 def labels(amount: Any, num_labels: int | None = 4) -> LossCall:
@@ -49,7 +49,7 @@ def test_a_batch_counts_by_a_given_weight_or_its_labels_or_its_samples(
     weights = items(plan=BatchPlan(num_samples, is_padding=not num_samples))
     if call is not None:
         weights.note_labels(call)
-    assert weights.of_loss(loss, given) == weight
+    assert weights.items_of(loss, given) == weight
     weights.check_counted()
 
 
@@ -57,14 +57,14 @@ def test_labels_that_count_unequally_need_the_loss_of_the_criterion_or_a_weight(
     weights = items()
     weights.note_labels(labels(3))
     with pytest.raises(ValueError, match="some labels are ignored by the loss"):
-        weights.of_loss(OTHER, None)
+        weights.items_of(OTHER, None)
     weights.check_counted()
 
 
 def test_labels_on_a_device_are_checked_when_the_call_ends() -> None:
     weights = items()
     weights.note_labels(labels(torch.tensor(3)))
-    assert weights.of_loss(OTHER, None) is None
+    assert weights.items_of(OTHER, None) is None
     with pytest.raises(ValueError, match="some labels are ignored by the loss"):
         weights.check_counted()
 
@@ -88,25 +88,25 @@ def test_the_error_says_the_weight_that_is_right_if_there_is_one(calls: list[Los
     for call in calls:
         weights.note_labels(call)
     with pytest.raises(ValueError, match=words):
-        weights.of_loss(OTHER, None)
+        weights.items_of(OTHER, None)
 
 
 def test_labels_do_not_matter_where_a_step_has_one_batch() -> None:
     weights = items(StepRules())
     weights.note_labels(labels(3))
-    assert (weights.of_loss(LOSS, None), weights._leg.batch.items) == (None, [3])
+    assert (weights.items_of(LOSS, None), weights.batch.items) == (None, [3])
     weights.check_counted()
 
 
 def test_logical_shards_count_by_their_samples() -> None:
     weights = items(StepRules(averages=True, num_shards=2))
     weights.note_labels(labels(4))
-    assert weights.of_loss(LOSS, None) is None
+    assert weights.items_of(LOSS, None) is None
     with pytest.raises(ValueError, match=r"`weight=` of `self.backward`.* does not work with `deterministic=True`"):
-        weights.of_loss(LOSS, 7)
+        weights.items_of(LOSS, 7)
     weights.note_labels(labels(3))
     with pytest.raises(ValueError, match=r"a loss that ignores labels.* does not work with `deterministic=True`"):
-        weights.of_loss(LOSS, None)
+        weights.items_of(LOSS, None)
 
 
 @pytest.mark.parametrize(
