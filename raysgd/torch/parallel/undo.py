@@ -107,6 +107,8 @@ class Undo:
             batches change, which is enough for the default training code. "learn": all state before the first batch of
             a call; what happens in that batch decides what is copied before later batches. "off": nothing, so that a
             failure in a batch restarts the call. "never": nothing, because no batch is ever repeated in place.
+        is_told_of_batches: True if `save` must be called before each batch. False if no batch is repeated and no
+            gradients are kept.
         raises_lack: True if `save` raises if memory lacks, because smaller batches leave more of it.
     """
 
@@ -131,6 +133,7 @@ class Undo:
         self._has_warned = False
         self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
         self._keeps_gradients = keeps_gradients
+        self.is_told_of_batches = keeps_gradients or mode != "never"
 
     def waiting_parameters(self, record: StepRecord | None = None) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet.
@@ -329,13 +332,13 @@ class Undo:
         had stepped with them.
         """
         saved = record.saved
-        if saved is None:
+        if saved is None and self.is_told_of_batches:
             return
-        waiting = {*map(id, saved.waiting)}
+        waiting = {*map(id, () if saved is None else saved.waiting)}
         for parameter in parameters_of(self._optimizers):
             if id(parameter) not in waiting:
                 parameter.grad = None
-        for restore in saved.restore:
+        for restore in () if saved is None else saved.restore:
             restore()
 
 
