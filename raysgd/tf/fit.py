@@ -17,7 +17,7 @@ from typing import Any
 from raysgd.tf.data.dataset_streams import Passes
 from raysgd.tf.objects import learning_rates, registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
-from raysgd.trainer.worker.state.state_checks import check_count, require
+from raysgd.trainer.worker.replica_state import check_count, require
 
 _AT_STEPS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 

@@ -33,7 +33,7 @@ from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, chosen
 from raysgd.trainer.driver.trainer import ClassTrainer
 from raysgd.trainer.worker.operator import OperatorT
-from raysgd.trainer.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.replica_state import RESUME
 from raysgd.utils import BATCH_SIZE
 
 if TYPE_CHECKING:

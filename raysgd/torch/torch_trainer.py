@@ -34,7 +34,7 @@ from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, chosen
 from raysgd.trainer.driver.trainer import ClassTrainer, show_options
 from raysgd.trainer.worker.operator import OperatorT
-from raysgd.trainer.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.replica_state import RESUME
 
 if TYPE_CHECKING:
     from raysgd.detached.protocol import Detached

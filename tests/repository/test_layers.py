@@ -140,7 +140,7 @@ INSIDE = {
     ),
     "trainer.worker": (
         "feed ledger",
-        "state step_loop",
+        "replica_state step_loop",
         "worker_callbacks",
         "operator",
         "hosted",

@@ -15,7 +15,7 @@ from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.trainer.worker import training_call
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.state.replica_state import StateCopies, StateCopy
+from raysgd.trainer.worker.replica_state import StateCopies, StateCopy
 from raysgd.trainer.worker.training_call import RankRows
 from tests.simulator.kernel import Future, Task
 from tests.simulator.network import SimConnection

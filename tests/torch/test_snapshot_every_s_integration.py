@@ -14,7 +14,7 @@ import torch
 
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.trainer.worker.state.replica_state import StateCopies
+from raysgd.trainer.worker.replica_state import StateCopies
 from tests.helpers.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal
 

@@ -1,7 +1,7 @@
 """The replica that hosts one operator, alone and without workers.
 
 Covers `raysgd.trainer.worker.runner` with what is behind it (`raysgd.trainer.worker.hosted`,
-`raysgd.trainer.worker.runner`, `raysgd.trainer.worker.training_call`, `raysgd.trainer.worker.state.replica_state`,
+`raysgd.trainer.worker.runner`, `raysgd.trainer.worker.training_call`, `raysgd.trainer.worker.replica_state`,
 `raysgd.torch.hosting.torch_hosted`), and `raysgd.torch.hosting.torch_state`: a runner is one object for those that
 call it.
 """
@@ -36,8 +36,8 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.trainer.worker.state import replica_state
-from raysgd.trainer.worker.state.replica_state import RESUME
+from raysgd.trainer.worker import replica_state
+from raysgd.trainer.worker.replica_state import RESUME
 from raysgd.utils import IS_PADDING, AverageMeterCollection
 from tests.torch.apex_double import StrictAmp
 from tests.torch.lab import validate_on_spare

@@ -27,8 +27,7 @@ from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_i
 from raysgd.trainer.messages.epochs import EpochAnswer
 from raysgd.trainer.messages.prediction_data import BatchRequest, Found
 from raysgd.trainer.messages.weight_sums import check_equal
-from raysgd.trainer.worker.state.replica_state import RESUME, place_in
-from raysgd.trainer.worker.state.state_checks import check_parts
+from raysgd.trainer.worker.replica_state import RESUME, check_parts, place_in
 
 RANKS = "ranks"
 _REASONS = (

@@ -17,7 +17,7 @@ from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.tf_feed import TFFeed
 from raysgd.tf.objects import registration
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.trainer.worker.state.replica_state import RESUME, ReplicaState, StateCopy
+from raysgd.trainer.worker.replica_state import RESUME, ReplicaState, StateCopy
 
 
 class KerasState(ReplicaState):

@@ -53,7 +53,7 @@ from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedErr
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
 from raysgd.torch.checkpoints.plain_state import only_plain, unpacked
 from raysgd.torch.checkpoints.plain_state import packed as packed
-from raysgd.trainer.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.replica_state import RESUME
 
 if TYPE_CHECKING:
     import xxhash

@@ -36,7 +36,7 @@ from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.divided_state import DividedState, Index, MakeRoom, Tensors, begin_of, content_of
 from raysgd.torch.objects.rng import RNG
-from raysgd.trainer.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.replica_state import RESUME
 
 REST = "rest.pt"
 """File with everything except the tensors and the random number generators' states."""

@@ -34,7 +34,7 @@ from raysgd.trainer.messages.epochs import EpochAnswer
 from raysgd.trainer.messages.joint_work import difference
 from raysgd.trainer.messages.prediction_data import BatchRequest, Found
 from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, check_equal
-from raysgd.trainer.worker.state.replica_state import place_in
+from raysgd.trainer.worker.replica_state import place_in
 from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)

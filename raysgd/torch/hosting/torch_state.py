@@ -37,7 +37,7 @@ from raysgd.torch.objects.precision import saved_state
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.worker.state.replica_state import RESUME, ReplicaState, StateCopy
+from raysgd.trainer.worker.replica_state import RESUME, ReplicaState, StateCopy
 
 logger = logging.getLogger(__name__)
 

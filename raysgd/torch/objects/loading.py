@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from raysgd.core.arguments import is_integer
 from raysgd.torch.objects.slots import IMPLEMENTATION, check_slots, is_in_range, is_number, is_of_pytorch
-from raysgd.trainer.worker.state.state_checks import require
+from raysgd.trainer.worker.replica_state import require
 
 _EXTRA_STATE = "_extra_state"
 """Suffix of keys in a state dict for values that a module's `get_extra_state` returned.

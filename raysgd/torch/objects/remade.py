@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects.loading import plain
-from raysgd.trainer.worker.state.state_checks import require
+from raysgd.trainer.worker.replica_state import require
 
 Digests = Mapping[str, str]
 """Digests of a module's omitted parameters, by name."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from raysgd.trainer.worker.state.state_checks import require
+from raysgd.trainer.worker.replica_state import require
 
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 """Options of parameter groups that select how a step is computed, not what. They are always the program's."""

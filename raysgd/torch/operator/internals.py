@@ -30,7 +30,7 @@ from raysgd.torch.parallel.undo import Undo
 from raysgd.torch.step.gradients import Gradients
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.operator import required
-from raysgd.trainer.worker.state.state_checks import require
+from raysgd.trainer.worker.replica_state import require
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.feed import DataFeed
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
-from raysgd.trainer.worker.state.replica_state import ReplicaState
+from raysgd.trainer.worker.replica_state import ReplicaState
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 

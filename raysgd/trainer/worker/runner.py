@@ -29,8 +29,7 @@ from raysgd.trainer.messages.prediction import PredictionPlace, PredictRequest, 
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import around_batches
-from raysgd.trainer.worker.state.replica_state import StateCopies
-from raysgd.trainer.worker.state.state_checks import check_parts
+from raysgd.trainer.worker.replica_state import StateCopies, check_parts
 from raysgd.trainer.worker.step_loop import StepLoop
 from raysgd.trainer.worker.training_call import RunState, TrainingCall, run_of
 

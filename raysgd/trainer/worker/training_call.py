@@ -30,7 +30,7 @@ from raysgd.core.numbers.time_spent import DRIVER
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.operator import around_batches, is_stock
-from raysgd.trainer.worker.state.replica_state import StateCopies
+from raysgd.trainer.worker.replica_state import StateCopies
 from raysgd.trainer.worker.step_loop import Batches, StepLoop
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.replica_state import RESUME
 from tests.tf.lab import largest_difference
 from tests.tf.models import Line, TrainsMore, make_data, make_model
 

@@ -16,7 +16,7 @@ from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder
 from raysgd.torch.checkpoints.divided_folder import DIVIDED, RANKS, REST, WrittenPart
 from raysgd.torch.objects.rng import RNG
-from raysgd.trainer.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.replica_state import RESUME
 from tests.torch.operators_for_tests import equal
 
 PART = "part-0.pt"

@@ -26,7 +26,7 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import DDPSync
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.state.state_checks import check_progress
+from raysgd.trainer.worker.replica_state import check_progress
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 from tests.streams.made import MadeStream
 

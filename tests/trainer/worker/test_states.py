@@ -9,8 +9,7 @@ import pytest
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.state.replica_state import StateCopies, StateCopy
-from raysgd.trainer.worker.state.state_checks import check_parts
+from raysgd.trainer.worker.replica_state import StateCopies, StateCopy, check_parts
 
 LARGE, SMALL = 10**6, 10  # bytes
 

@@ -1,1 +1,0 @@
-"""Reads, checks, copies and restores the training state of one worker."""
