@@ -20,8 +20,8 @@ from typing import Any
 
 from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, run_job, take_turns
 
-from raysgd.torch.data.batch_sampler import ElasticBatchSampler
 from raysgd.torch.data.sample_order import ShuffledOrder
+from raysgd.torch.data.sampling import ElasticBatchSampler
 
 PEERS = {"randperm": "torch"}
 FIGURES = {"open_s": "seconds to the first batch", "memory_mib": "MiB"}

@@ -224,7 +224,7 @@ class RunLine:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRule:
-    """The rule by which global batches were divided, as in `raysgd.torch.data.batch_sampler.GlobalBatchRule`."""
+    """The rule by which global batches were divided, as in `raysgd.torch.data.sampling.GlobalBatchRule`."""
 
     cap: int | None = _entry(_or_none(_whole(1, _MOST_OF_BATCH)))
     num_shards: int = _entry(_whole(0, MAX_WORKERS))

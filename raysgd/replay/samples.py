@@ -24,7 +24,6 @@ from raysgd.streams.lane_reader import StreamPass, StreamPosition
 from raysgd.streams.lanes import LanePosition, LaneSlice
 from raysgd.streams.loaders import BatchMaker
 from raysgd.streams.source import StreamData
-from raysgd.torch.data.batch_sampler import GlobalBatchRule, PassPlan
 from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.sample_order import (
     Indices,
@@ -33,7 +32,7 @@ from raysgd.torch.data.sample_order import (
     SequentialOrder,
     ShuffledOrder,
 )
-from raysgd.torch.data.sampling import ShardedLoader
+from raysgd.torch.data.sampling import GlobalBatchRule, PassPlan, ShardedLoader
 from raysgd.torch.torch_trainer import TorchTrainer
 from raysgd.torch.training_operator import TrainingOperator
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, cast
 from raysgd.core.arrays.division import Division
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
-from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
+from raysgd.torch.data.sampling import PassPlan
 from raysgd.trainer.worker import training_call
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.replica_state import StateCopies, StateCopy

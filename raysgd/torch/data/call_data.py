@@ -21,10 +21,9 @@ from raysgd.core.arrays.data_kinds import CallData, Kind, RepeatedBatches, every
 from raysgd.core.arrays.ray_batches import BatchForm
 from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
-from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.batches import TensorCollate, as_batch, count_samples
 from raysgd.torch.data.sample_order import length_of
-from raysgd.torch.data.sampling import ShardedLoader, ending_with_parent, kept_options, shard_loader
+from raysgd.torch.data.sampling import GlobalBatchRule, ShardedLoader, ending_with_parent, kept_options, shard_loader
 from raysgd.trainer.messages import prediction_data
 from raysgd.trainer.messages.prediction import AsBatch, PredictRequest, Rows, Work
 from raysgd.trainer.messages.prediction_data import (

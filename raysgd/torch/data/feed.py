@@ -26,15 +26,16 @@ from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
-from raysgd.torch.data.batch_sampler import GlobalBatchRule, PassPlan
 from raysgd.torch.data.batches import TensorCollate, as_batch, count_samples
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
-from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_hint_of
+from raysgd.torch.data.sampling import GlobalBatchRule, PassPlan, ShardedLoader, UndividedLoader, seed_hint_of
 from raysgd.torch.parallel.strategy import Strategy, Summation
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
 from raysgd.trainer.worker.feed import DataFeed, has_divided_source
 from raysgd.trainer.worker.step_loop import DataCursor
+
+logger = logging.getLogger(__name__)
 
 
 class RankSums:
@@ -95,8 +96,6 @@ class RankSums:
 
         return start
 
-
-logger = logging.getLogger(__name__)
 
 _END = object()
 
@@ -454,9 +453,6 @@ def tell_epoch(loader: Any, pass_index: int) -> None:
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)
             return
-
-
-logger = logging.getLogger(__name__)
 
 
 class TorchFeed(DataFeed):

@@ -4,15 +4,35 @@ A loader that cannot be rebuilt is used unchanged, and the reason is recorded. T
 immediately when the worker that started them dies. Without this, PyTorch's loader processes would exit up to 5 s later.
 
 ADR 2 explains why the user's order is kept.
+
+`PassPlan` determines which samples of a pass each rank gets next, for a worker group of any size. All ranks step
+together. A *pass* is one time through the data, in an order that is identical on every rank. A *step* takes the next
+`world_size * batch_size` samples of that order and splits them over the ranks, contiguously and evenly. The consumed
+samples are therefore always a prefix of the order, and the position in the data is just two numbers: the index of the
+pass, and how many samples were consumed. A position stays valid when the group shrinks or grows, so each sample of a
+pass is still used exactly once.
+
+In each step, N workers see exactly the samples that one process with an N times larger batch would see, in the same
+order. This includes the last step, which may be smaller and split unevenly: `BatchPlan.weight` makes the mean of the
+ranks' gradients equal to the mean over the samples.
+
+This module does not count consumed samples. A `DataLoader` prefetches, so only the training loop knows how many samples
+were consumed. To resume a pass, the loop passes this number to `begin_pass`. Planning a pass is arithmetic on positions
+and needs no data.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -21,14 +41,402 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    Sampler,
 )
 
+from raysgd.core.arrays.division import BatchShare, Division, ShardedGlobalBatch
+from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.loaders import end_with_parent
-from raysgd.torch.data.batch_sampler import ElasticBatchSampler, GlobalBatchRule, SeededIndices
-from raysgd.torch.data.sample_order import BatchesOrder, divides_data, length_of, order_of
+from raysgd.torch.data.sample_order import (
+    BatchesOrder,
+    Indices,
+    JoinedBatches,
+    SampleOrder,
+    SamplerOrder,
+    divides_data,
+    length_of,
+    order_of,
+)
 from raysgd.torch.objects import rng
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """A plan for the rest of a pass: its global batches, and how each global batch is split over the ranks.
+
+    A global batch is what all ranks train on in one step.
+
+    Attributes:
+        num_samples: Number of samples in the whole pass.
+        consumed: Number of samples that were already used, by a group of any size.
+        division: Rule for splitting a global batch over the ranks.
+        drop_last: True to leave out an incomplete last step.
+        pad: What a rank gets in a step in which only other ranks have samples. True: samples of the step, repeated with
+            weight 0 (for training). False: no batch (for evaluation).
+        bounds: Positions at which the pass's global batches start, then the position at which the last one ends. None
+            if all global batches, except perhaps the last, have the same size.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Examples:
+        >>> plan = PassPlan(20, consumed=0, division=Division(18, world_size=7), drop_last=False, pad=False)
+        >>> [len(list(plan.shares(rank))) for rank in range(7)], plan.consumed_after(1)
+        ([2, 2, 2, 2, 2, 2, 2], 18)
+        >>> [(start + share.start, start + share.stop) for start, share in plan.shares(rank=5)]
+        [(14, 16), (18, 18)]
+    """
+
+    num_samples: int
+    consumed: int
+    division: Division | ShardedGlobalBatch
+    drop_last: bool
+    pad: bool
+    bounds: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        check_range("num_samples", self.num_samples, minimum=0)
+        check_range("consumed", self.consumed, minimum=0, maximum=self.num_samples)
+        check_range("world_size", self.division.world_size, minimum=1)
+        check_range("global_size", self.division.global_size, minimum=1)
+
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        """Positions, in the order of the pass, at which the remaining global steps start."""
+        if self.bounds is not None:
+            return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]][:-1]
+        size = self.division.global_size
+        return range(self.consumed, self.num_samples - (size - 1) * self.drop_last, size)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of global steps in the rest of the pass."""
+        return len(self._starts)
+
+    def _span(self, step: int) -> tuple[int, int]:
+        """Return a global step's first position in the order of the pass, and the position after its last sample."""
+        start, coming = self._starts[step], step + 1
+        if coming < len(self._starts):
+            return start, self._starts[coming]
+        return start, min(start + self.division.global_size, self.num_samples)
+
+    def consumed_after(self, steps: int) -> int:
+        """Return how many samples of the pass are consumed after `steps` more global steps.
+
+        After the last step, samples that `drop_last` leaves out count as consumed.
+
+        Raises:
+            ValueError: `steps` is negative or exceeds the number of remaining steps.
+        """
+        num_steps = len(self._starts)
+        check_range("steps", steps, minimum=0, maximum=num_steps)
+        return self.num_samples if steps == num_steps else self._starts[steps]
+
+    @property
+    def has_single_samples(self) -> bool:
+        """True if some rank must get a batch with a single sample in the rest of the pass."""
+        cap = self.division.cap
+        return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in self._sizes)
+
+    @property
+    def has_empty_shares(self) -> bool:
+        """True if some rank gets a batch without samples in the rest of the pass."""
+        ranks = range(self.division.world_size)
+        parts = (part for size in self._sizes for rank in ranks for part in self.division.parts(size, rank))
+        return any(part.start == part.stop for part in parts)
+
+    @cached_property
+    def _sizes(self) -> Counter[int]:
+        """For each size of a global batch, the number of remaining global batches of that size."""
+        sizes, first = Counter[int](), 0
+        if self.bounds is None and self.num_steps > 1:  # all global batches but the last have the same size
+            first = sizes[self.division.global_size] = self.num_steps - 1
+        sizes.update(stop - start for start, stop in map(self._span, range(first, self.num_steps)))
+        return sizes
+
+    def shares(self, rank: int) -> Iterator[tuple[int, BatchShare]]:
+        """Yield the batches of `rank` in order, including batches without samples.
+
+        Global batches of the same size have the same `BatchShare` objects, so a step does not create any.
+
+        Yields:
+            The position of the global batch's first sample in the order of the pass, and the `BatchShare`.
+        """
+        size, shares = -1, []
+        ends = [self._span(self.num_steps - 1)[1]] if self._starts else []
+        for start, stop in pairwise(chain(self._starts, ends)):
+            if stop - start != size:
+                size = stop - start
+                shares = self._shares_of_batch(rank, size)
+            for share in shares:
+                yield start, share
+
+    def shares_of_step(self, step: int, rank: int) -> tuple[int, list[BatchShare]]:
+        """Return the batches of `rank` in the global step `step`, where 0 is the first of the remaining steps.
+
+        Returns:
+            The position of the global batch's first sample in the order of the pass, and the batches.
+
+        Raises:
+            ValueError: `step` is out of range.
+        """
+        check_range("step", step, minimum=0, maximum=self.num_steps - 1)
+        start, stop = self._span(step)
+        return start, self._shares_of_batch(rank, stop - start)
+
+    def num_batches(self, rank: int) -> int:
+        """Return the number of batches that `rank` loads in the rest of the pass, including padding."""
+        return sum(
+            num_steps * sum(share.stop > share.start for share in self._shares_of_batch(rank, size))
+            for size, num_steps in self._sizes.items()
+        )
+
+    def _shares_of_batch(self, rank: int, size: int) -> list[BatchShare]:
+        """Return the batches that a rank gets from a global batch, with positions relative to its first sample."""
+        # Pad with real samples, so that the forward pass works as usual. Batch norm needs at least two samples.
+        num_shown = min(2, self.division.cap or 2, size) if self.pad else 0
+        shares = self.division.parts(size, rank)
+        return [each._replace(start=0, stop=num_shown) if each.plan.is_padding else each for each in shares]
+
+
+def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
+    """Check that a number is in a range.
+
+    Args:
+        name: Name of the number, for the error message.
+        value: The number.
+        minimum: Smallest allowed value.
+        maximum: Largest allowed value; None for no limit.
+
+    Raises:
+        ValueError: The number is out of range.
+    """
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise ValueError(f"`{name}={value}`: must be {allowed}. Check which group it belongs to.")
+
+
+_SEED_BY_HAND = 0
+_WHEN_LOADED = 1
+
+
+@dataclass(frozen=True)
+class GlobalBatchRule:
+    """Rule for splitting global batches over the ranks, if their size does not depend on the number of ranks.
+
+    Attributes:
+        cap: Largest number of samples in one batch of a rank; None for no limit.
+        num_shards: With `deterministic=True`, the number of logical shards into which each global batch is divided. A
+            shard that exceeds `cap` is divided further. 0 if global batches are divided only by rank.
+        multiple: Number of the user's loader batches that are combined into one global batch.
+    """
+
+    cap: int | None = None
+    num_shards: int = 0
+    multiple: int = 1
+
+    @property
+    def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
+        """The method `division` for streams. It ignores `multiple`, because a stream's batch is a global batch."""
+        return replace(self, multiple=1).division
+
+    def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
+        """Return the rule for splitting global batches of `global_size` samples over `world_size` workers."""
+        if not self.num_shards:
+            return Division(global_size, world_size, self.cap)
+        cap = self.cap or (global_size // self.multiple if self.multiple > 1 else None)
+        num_parts = Division(global_size, self.num_shards, cap).num_batches(global_size)
+        return ShardedGlobalBatch(global_size, world_size, self.num_shards * num_parts, cap)
+
+
+class SeededIndices(list[int]):
+    """The sample indices of a logical shard, and a seed to set before the samples are loaded."""
+
+    def __init__(self, indices: Iterable[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeededIndices, (list(self), self.seed)
+
+
+class ElasticBatchSampler(Sampler[list[int]]):
+    """Yields the batches of one rank, from any position in a pass and for a group of any size.
+
+    Pass the sampler to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` with the start
+    position.
+
+    An iterator keeps the plan that it was created with. Later calls to `begin_pass` or `reshape` do not affect the
+    iterator, even if a loader prefetches from it.
+
+    Without a plan, which is the case before the first call to `begin_pass` and after `reshape`, an iteration yields
+    this rank's batches of a whole pass. Shuffled data gets a new order in each such iteration. Because the ranks may
+    not have agreed on a seed, the order comes from a fixed seed, which is the same on all ranks.
+
+    Attributes:
+        order: Order of the samples.
+        batch_size: Number of samples of one rank in a full step or, with `rule`, of all ranks. Not used if a user's
+            batch sampler forms the batches.
+        drop_last: True to leave out an incomplete last global step.
+        pad: True to give repeated samples to a rank that has no samples in a step. See `PassPlan`.
+        rank: This worker's rank in the group.
+        world_size: Size of the group.
+        rule: Rule for splitting global batches; None if the batch size is per rank.
+        plan: Plan of the latest pass; None before the first pass and after `reshape`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Examples:
+        >>> from raysgd.torch.data.sample_order import SequentialOrder
+        >>> order = SequentialOrder(12)
+        >>> sampler = ElasticBatchSampler(order, 2, drop_last=False, pad=True, rank=1, world_size=2)
+        >>> plan = sampler.begin_pass(0, seed=1)
+        >>> list(sampler)
+        [[2, 3], [6, 7], [10, 11]]
+        >>> sampler.reshape(rank=0, world_size=1)
+        >>> plan = sampler.begin_pass(0, seed=1, consumed=plan.consumed_after(2))
+        >>> list(sampler)
+        [[8, 9], [10, 11]]
+    """
+
+    plan: PassPlan | None
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        batch_size: int,
+        drop_last: bool,
+        pad: bool,
+        rank: int,
+        world_size: int,
+        rule: GlobalBatchRule | None = None,
+    ) -> None:
+        self.order = order
+        self.rule = rule
+        self.drop_last = drop_last
+        self.pad = pad
+        self._indices: Indices = ()
+        self._drawn_for: tuple[SampleOrder, int, int] | None = None
+        self._fingerprint: int | None = None
+        self._num_by_hand = 0
+        self.reshape(rank, world_size, batch_size)
+
+    def begin_pass(self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None) -> PassPlan:
+        """Start a pass, or resume the pass after `consumed` samples, and return the plan for the rest of the pass.
+
+        Args:
+            pass_index: Index of the pass, from 0.
+            seed: Seed for the order of the samples. It must be identical on every rank.
+            consumed: Number of samples of this pass that were already used, by a group of any size.
+            order: Order for this pass instead of the sampler's `order`. It must be identical on every rank.
+
+        Raises:
+            ValueError: `consumed` is out of range, or the user's sampler cannot be used.
+        """
+        indices = self._draw(order or self.order, seed, pass_index)
+        self.plan = self._plan(len(indices), consumed)
+        return self.plan
+
+    def fingerprint(self) -> int | None:
+        """Return a hash of the latest pass's order if a user's sampler generated the order; otherwise None."""
+        if self._fingerprint is None and isinstance(self.order, SamplerOrder):
+            drawn = self._indices
+            content = memoryview(drawn) if isinstance(drawn, array) else repr(drawn).encode()
+            # Use only 40 bits, because the ranks compare their hashes by sums, which must fit into 63 bits.
+            digest = hashlib.blake2b(content, digest_size=5).digest()
+            self._fingerprint = int.from_bytes(digest, "big")
+        return self._fingerprint
+
+    def reshape(self, rank: int, world_size: int, batch_size: int | None = None) -> None:
+        """Change the rank, the group size and, unless `batch_size` is None, the batch size.
+
+        This ends the current pass. To resume the pass, call `begin_pass` with its index and its consumed samples.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        if batch_size is not None:
+            check_range("batch_size", batch_size, minimum=1)
+            self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.plan = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches in the rest of the current pass, or in a whole pass if none was started."""
+        if self.plan is not None and self.num_shards:
+            assert self._drawn_for is not None, "a pass was begun"
+            return _seeded(self._indices, self.plan, self.rank, self._drawn_for[1:])
+        if self.plan is not None:
+            return batches_of_rank(self._indices, self.plan, self.rank)
+        indices = self._draw(self.order, _SEED_BY_HAND, self._num_by_hand)
+        self._num_by_hand += 1
+        return batches_of_rank(indices, self._plan(len(indices), consumed=0), self.rank)
+
+    def __len__(self) -> int:
+        """Return the number of this rank's batches in the current plan, or in a whole pass if none was started.
+
+        If none was started and a user's batch sampler forms the batches, return the length of that batch sampler.
+        """
+        if self.plan is None and isinstance(self.order, BatchesOrder):
+            return self.order.num_samples
+        plan = self.plan or self._plan(self.order.num_samples, consumed=0)
+        return plan.num_batches(self.rank)
+
+    @property
+    def most_batches(self) -> int:
+        """Number of batches that a rank processes in a full step.
+
+        With a user's batch sampler, the number is not known in advance. In that case, the value is 2 if a rank may
+        process several batches in a step, and otherwise 1.
+        """
+        if isinstance(self.order, BatchesOrder):  # a user's batch sampler may choose other batch sizes in each pass
+            return 1 if self.rule is None or self.rule.cap is None else 2
+        return self._division.num_batches(self._division.global_size)
+
+    @property
+    def num_shards(self) -> int:
+        """With `deterministic=True`, the number of logical shards in each global batch; otherwise 0."""
+        division = self._division
+        return division.num_shards if isinstance(division, ShardedGlobalBatch) else 0
+
+    @property
+    def _division(self) -> Division | ShardedGlobalBatch:
+        if self.rule is None:
+            return Division(self.batch_size * self.world_size, self.world_size, cap=self.batch_size)
+        drawn = self._indices
+        return self.rule.division(
+            drawn.largest if isinstance(drawn, JoinedBatches) else self.batch_size, self.world_size
+        )
+
+    def _plan(self, num_samples: int, consumed: int) -> PassPlan:
+        bounds = self._indices.bounds if isinstance(self._indices, JoinedBatches) else None
+        return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, bounds)
+
+    def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
+        # Recovery usually resumes the same pass. Reuse its order, because generating it may take seconds.
+        if self._drawn_for != (order, seed, pass_index):
+            self._indices = order.indices(seed, pass_index)
+            self._drawn_for, self._fingerprint = (order, seed, pass_index), None
+        return self._indices
+
+
+def _seeded(indices: Indices, plan: PassPlan, rank: int, drawn_for: tuple[int, int]) -> Iterator[list[int]]:
+    for start, share in plan.shares(rank):
+        if share.start < share.stop:
+            first = start + share.start
+            seed = seed_of(*drawn_for, first, _WHEN_LOADED)
+            yield SeededIndices(indices[first : start + share.stop], seed)
+
+
+def batches_of_rank(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:
+    """Yield the sample indices of each batch of `rank` in the rest of a pass, without batches that have no samples."""
+    for start, share in plan.shares(rank):
+        if share.start < share.stop:
+            yield list(indices[start + share.start : start + share.stop])
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
-from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.torch.parallel.sync import DDPSync, GradientSync
+from raysgd.torch.parallel.tensors import sums_of
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import bind_batch_info

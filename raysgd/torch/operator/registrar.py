@@ -20,8 +20,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData, stream_data
 from raysgd.streams.stream import Stream
-from raysgd.torch.data.batch_sampler import GlobalBatchRule
-from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
+from raysgd.torch.data.sampling import GlobalBatchRule, ShardedLoader, UndividedLoader, shard_loader
 from raysgd.torch.objects.blocks import checkpoint_activations
 from raysgd.torch.objects.criteria import observable
 from raysgd.torch.objects.filling import is_empty, refuse_states

@@ -5,6 +5,14 @@ If the ranks' batches differ in size, that mean is not the mean over all samples
 first multiplied by a factor that is proportional to the rank's number of samples, and is nearly always 1. With gradient
 accumulation, this would be the sum of several batches' gradients. In this case, the library weights the losses instead.
 This requires that the library, not user code, runs the backward pass. See `raysgd.torch.parallel.leg`.
+
+`DDPSync` does this in a communication hook on each model in `DistributedDataParallel` (DDP).
+DDP passes gradients to the hook in buckets. The hook multiplies the gradients by this rank's weight, all-reduces them,
+and records whether that succeeded. Once per optimizer step, with the last bucket of a backward pass, the hook also
+sends this rank's metrics. PyTorch allows one hook per model. If the user has a hook, raysgd's hook calls it.
+
+Some gradients are sent over the mesh instead of gloo. The mesh is raysgd's own set of direct connections between the
+ranks. For small tensors, it is faster than gloo.
 """
 
 # This module has no `from __future__ import annotations`, because PyTorch checks the annotations of a communication

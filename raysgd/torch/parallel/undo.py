@@ -32,6 +32,7 @@ from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.record import Saved, StepRecord
+from raysgd.torch.parallel.tensors import BITS
 
 logger = logging.getLogger(__name__)
 Mode = Literal["never", "off", "buffers", "learn", "all"]
@@ -419,9 +420,9 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     bits = tensor.detach()
     if bits.is_complex():
         bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
-    size, kinds = bits.element_size(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    size = bits.element_size()
     has_words = bits.ndim > 0 and bits.is_contiguous() and not bits.storage_offset() * size % 8
-    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # summing 8-byte words is faster
+    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else BITS[size]  # summing 8-byte words is faster
     return bits.view(kind).sum(-1, dtype=torch.int64)
 
 

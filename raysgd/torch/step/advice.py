@@ -20,7 +20,7 @@ from torch.nn import BatchNorm1d, Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.private_names import require_names
-from raysgd.torch.data.batch_sampler import PassPlan
+from raysgd.torch.data.sampling import PassPlan
 from raysgd.torch.parallel.leg import Leg
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"

@@ -30,11 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from raysgd.air.session import RunningSession, current_session
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
-from raysgd.torch.parallel.checksums import sums_of
 from raysgd.torch.parallel.record import StepRecord
 from raysgd.torch.parallel.strategy import DDP
 from raysgd.torch.parallel.sync import COMM_HOOK, completed
-from raysgd.torch.parallel.tensors import multiply, repeat_first
+from raysgd.torch.parallel.tensors import multiply, repeat_first, sums_of
 from raysgd.torch.parallel.undo import Mode, Undo, digests_of
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal

@@ -32,10 +32,10 @@ from raysgd.core.arrays.division import Division
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.stream import Stream
-from raysgd.torch.data.batch_sampler import PassPlan, batches_of_rank
 from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.feed import RankSums
 from raysgd.torch.data.sample_order import Indices, SamplerOrder, ShuffledOrder, divides_data, length_of, order_of
+from raysgd.torch.data.sampling import PassPlan, batches_of_rank
 from raysgd.torch.parallel.strategy import DDP
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.prepared import shared_accelerator

@@ -5,6 +5,11 @@ generator `planned` combines global batches into steps of the optimizer.
 
 A step is committed when the training loop requests the next batch, or ends. From then on, it is never undone, and its
 batches are never repeated.
+
+`DataCursor` draws the batches. It keeps an iterator over its data open between calls, so a call with `num_steps`
+continues where the previous call stopped. The position is the number of samples that all ranks together have used. It
+is therefore valid for any number of workers. A pass is one iteration through the whole data, and may span several
+calls.
 """
 
 from __future__ import annotations

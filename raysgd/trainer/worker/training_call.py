@@ -1,6 +1,18 @@
 """`TrainingCall`: one `train` call on one worker, from its first step to its answer.
 
 After workers are lost, the call continues in the surviving workers. Each new call gets a new `TrainingCall`.
+
+Metrics are exchanged between ranks in every step, so that those of a lost worker are not lost with it. In every step,
+before the optimizer steps, each rank sends all other ranks the metrics that it has measured so far. This message is
+called the rank's row. It has values, and a layout that says what the values mean. A rank sends its layout only when the
+layout changes, which is rare.
+
+A rank that completes a step has received the rows of all ranks for that step. If a worker is lost, the surviving ranks
+have its metrics from its last row. Ranks also keep the rows of the step before, because they continue from that step if
+the latest step is interrupted.
+
+`RowExchange` sends the rows within one group of workers. `RankRows` stores the rows during a whole training call, in
+which the group may change. ADR 1 gives the reasons.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from raysgd.torch.data.batch_sampler import ElasticBatchSampler
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
+from raysgd.torch.data.sampling import ElasticBatchSampler
 
 
 def make_sampler(

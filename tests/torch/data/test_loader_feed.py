@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader, Sampler
 from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.arrays.division import Division
 from raysgd.streams.source import stream_data
-from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
-from raysgd.torch.data.sampling import UndividedLoader, shard_loader
+from raysgd.torch.data.sampling import GlobalBatchRule, UndividedLoader, shard_loader
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import DDPSync

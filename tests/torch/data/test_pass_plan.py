@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd.core.arrays.division import BatchPlan, BatchShare, Division
-from raysgd.torch.data.batch_sampler import PassPlan
+from raysgd.torch.data.sampling import PassPlan
 
 
 def make_plan(

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import Sampler, WeightedRandomSampler
 
-from raysgd.torch.data.batch_sampler import ElasticBatchSampler
 from raysgd.torch.data.sample_order import Permutation, SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
+from raysgd.torch.data.sampling import ElasticBatchSampler
 from tests.torch.samplers import Epochs, EveryGlobalSource
 
 

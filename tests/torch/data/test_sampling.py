@@ -22,9 +22,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raysgd.torch.data.batch_sampler import GlobalBatchRule
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
-from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, shard_loader
+from raysgd.torch.data.sampling import GlobalBatchRule, ShardedLoader, UndividedLoader, shard_loader
 from tests.torch.samplers import Epochs
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.torch.parallel.checksums import sums_of
+from raysgd.torch.parallel.tensors import sums_of
 from raysgd.trainer.messages.weight_sums import WeightSums, check_equal
 
 

@@ -14,7 +14,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.arrays.division import Division
-from raysgd.torch.data.batch_sampler import PassPlan
+from raysgd.torch.data.sampling import PassPlan
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from tests.torch.lab import Experiment, run_alone
