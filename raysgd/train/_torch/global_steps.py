@@ -15,7 +15,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -28,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.air.session import RunningSession, current_session
+from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
-from raysgd.torch.parallel.record import StepRecord
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import DDP
 from raysgd.torch.parallel.sync import COMM_HOOK, completed
 from raysgd.torch.parallel.tensors import multiply, repeat_first, sums_of
@@ -69,7 +69,7 @@ class GlobalSteps:
         self._with_buffers: list[DistributedDataParallel] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
-        self._undo, self._num_parts, self._record = Undo([], [], mode="learn"), (0, 0), StepRecord()
+        self._undo, self._num_parts, self._leg = Undo([], [], mode="learn"), (0, 0), Leg()
         # Hashes of the weights after the first batch's last optimizer step. They show whether user code changes the
         # weights afterwards.
         self._digests: list[torch.Tensor] | None = None
@@ -328,8 +328,8 @@ class GlobalSteps:
             self._undo, self._num_parts = Undo(models, self._optimizers, mode=mode), num_parts
             self._undo.open_call()
         self._digests = None
-        self._record = StepRecord()
-        self._record.begin(self._undo.save(nullcontext()))
+        self._leg = Leg(undo=self._undo)  # a new one, because a connection that broke in the last batch is gone
+        self._leg.begin_batch(BatchPlan(weight=self._weight))
 
     def close_batch(self, mark: BatchStart) -> str:
         """End the batch that started at `mark`, and return its outcome.
@@ -344,7 +344,7 @@ class GlobalSteps:
         if mark is not self._open:  # the function has started a batch of another loader, which ended this batch
             return "done"
         membership, self._open = self._membership, None
-        self._undo.see_return(self._record)
+        self._undo.see_return(self._leg.record)
         # True if the function has taken a step in this batch, but the ranks have not agreed yet that the step counts.
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
         if has_unsaid and not membership.has_repeated(mark):
@@ -353,13 +353,13 @@ class GlobalSteps:
         is_done = membership.num_done != mark.num_done
         if membership.has_repeated(mark):
             lost = _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
-            self._record.note_loss(lost)
-            if is_done or not self._undo.can_restore(self._record):
+            self._leg.record.note_loss(lost)
+            if is_done or not self._undo.can_restore(self._leg.record):
                 raise lost
             # Also clear the gradients, because user code that clears them after `step` might not do so in this batch.
-            self._undo.restore(self._record)
+            self._undo.restore(self._leg.record)
             return "failed"
-        self._undo.forget(self._record)
+        self._undo.forget(self._leg.record)
         if self._digests is not None and self._has_moved_since_step():
             # User code changes weights outside of optimizer steps. From now on, copy all weights before each batch.
             self._undo.copy_all()
@@ -417,9 +417,8 @@ class GlobalSteps:
             return completed(gradients)
         self._has_exchanged = True
         if bucket.is_last():
-            self._record.note_all_reduce()
-            self._undo.see_all_reduce(self._record)
-        multiply(gradients, self._weight)
+            self._leg.note_all_reduce()
+        multiply(gradients, self._leg.scale.gradients)
         try:
             group = mesh_group() if gradients.device.type == "cpu" and gradients.dtype in _DTYPES else None
             if group is None or not group.is_quick_for(gradients.nbytes):
@@ -459,7 +458,7 @@ class GlobalSteps:
         if not self._num_usual or self._num_steps < self._num_usual:
             if self._membership.has_failed:
                 return False
-            self._record.note_step(optimizer, self._undo.is_learning)
+            self._leg.record.note_step(optimizer, self._undo.is_learning)
             return True
         if self._num_steps > self._num_usual:
             self._membership.flaw = _NUMBERS_DIFFER
