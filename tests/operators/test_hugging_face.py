@@ -14,7 +14,6 @@ import transformers
 from packaging.version import Version
 
 from raysgd import TorchTrainer
-from raysgd.callbacks import Guard
 from raysgd.journal.journal import Journal
 from raysgd.operators import HuggingFaceOperator, hugging_face
 from tests.torch.lab import validate_on_spare
@@ -83,6 +82,8 @@ def test_it_learns(lab: Any, task: str) -> None:
 
 @pytest.mark.parametrize("task", ["a number", "adapter"])
 def test_a_guard_leaves_a_bad_batch_out(lab: Any, task: str, tmp_path: Path) -> None:
+    from raysgd.callbacks import Guard
+
     class Task(lab.Task):  # type: ignore[misc]
         """Has a batch whose loss is NaN, or lacks this batch."""
 

@@ -18,13 +18,12 @@ from torch.utils.data import DataLoader
 
 import raysgd
 from raysgd import testing
-from raysgd.callbacks import Callback, Checkpointing, Guard, Run
+from raysgd.callbacks import Callback, Checkpointing, Run
 from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkerError
 from raysgd.journal.journal import Journal
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.configuration.recovery import Recovery
-from tests import bad_batches
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (
@@ -353,6 +352,9 @@ def test_an_epoch_is_validated_saved_and_left_at_a_step(ray_cluster: None, tmp_p
 
 
 def test_a_guard_leaves_a_bad_step_out_on_all_workers(ray_cluster: None, tmp_path: Path) -> None:
+    from raysgd.callbacks import Guard
+    from tests import bad_batches
+
     case = bad_batches.Case(bad_batches.Stock, 2, 1, 8, {4 * bad_batches.SIZE - 1: bad_batches.NAN})
     config = {"num_steps": case.num_steps, "faults": case.faults, "batch_size": bad_batches.SIZE // 2}
     options: dict[str, Any] = {"config": config, "scheduler_step_freq": "batch"}

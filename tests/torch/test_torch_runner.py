@@ -23,7 +23,6 @@ import torch
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from raysgd.callbacks import Guard
 from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed, StateHandover, World
 from raysgd.core.state.state_codec import decode
@@ -457,6 +456,8 @@ class BadOnceOperator(LinearOperator):
 
 
 def test_a_guard_leaves_a_bad_step_out_under_apex(apex: StrictAmp) -> None:
+    from raysgd.callbacks import Guard
+
     _, state = trained_model(BadOnceOperator, precision="apex", worker_callbacks=(Guard(),))
     _, expected = trained_model(BadOnceOperator, worker_callbacks=(Guard(),))
     for name, tensor in expected["models"][0].items():
