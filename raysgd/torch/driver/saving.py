@@ -37,8 +37,6 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.saving import load_into_all, load_snapshot_into_all
 from raysgd.trainer.worker.replica_state import RESUME, check_parts, check_progress
-from raysgd.trainer.worker.state.replica_state import RESUME
-from raysgd.trainer.worker.state.state_checks import check_parts, check_progress
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
 """Names of the parts of a checkpoint that `load(parts=...)` accepts."""
