@@ -54,7 +54,8 @@ class BatchMetrics(Internals):
     # ------------------------------------------------------------------------------------ from batch to batch
 
     def begin_metrics(self) -> None:
-        super().begin_metrics()
+        if self.logged:
+            super().begin_metrics()
         if self.leg is not None and self.leg.batch.items:
             self.leg.batch.forget_items()
         self.evaluated = []
