@@ -87,7 +87,7 @@ class Internals:
         lost: Metrics that lost workers measured in this call. Only rank 0 has them, and adds them to its own metrics.
         once: Remembers which messages have been logged, so that no message is logged twice.
         callbacks: The worker callbacks that the operator calls.
-        step: Tracks the current batch, see `StepParts.step`. None outside a call.
+        leg: Tracks the current batch, see `StepParts.leg`. None outside a call.
     """
 
     _operator: Any  # the operator whose `_raysgd` attribute is this object
