@@ -33,7 +33,7 @@ class BatchMetrics(Internals):
 
     Attributes:
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
-        sync: Averages the gradients of each step. While batches are trained, its `leg` is also the `leg` of this object.
+        sync: Averages the gradients of each step. While batches are trained, its `leg` is that of this object, too.
         loss_calls: Notifies listeners of calls to the criterion.
         evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
     """
