@@ -16,10 +16,10 @@ from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery import interpreter, machine, running_call
+from raysgd.core.engine.recovery import interpreter, machine, running_call, states
 from raysgd.core.engine.recovery.interpreter import Interpreter
-from raysgd.core.engine.recovery.machine import Do, Done, End, Finished, Known, Lost, Raise, Step
 from raysgd.core.engine.recovery.running_call import RunningCall
+from raysgd.core.engine.recovery.states import Do, Done, End, Finished, Known, Lost, Raise, Step
 from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
@@ -556,16 +556,16 @@ MUTATIONS = (
     Mutation("retries are always spent", RunningCall, "known", _sees(num_left=0), (1,)),
     Mutation("a rejoin that led nowhere is tried again", Known, "obstacle_to_continuing", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", machine, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", states, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        machine,
+        states,
         "choose_source",
         _source(lambda r: r.is_whole),
         (38,),
     ),
-    Mutation("the last survivor is the source", machine, "choose_source", _last_source, (120,)),
+    Mutation("the last survivor is the source", states, "choose_source", _last_source, (120,)),
     Mutation("survivors keep their own states", interpreter, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.recovery.machine import Abandon, Do, Event, Known, Record, Settling, State, Step, Why
+from raysgd.core.engine.recovery.states import Abandon, Do, Event, Known, Record, Settling, State, Step, Why
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation

@@ -26,8 +26,8 @@ from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy, classify
 from raysgd.core.engine.recovery import interpreter
 from raysgd.core.engine.recovery.interpreter import Interpreter
-from raysgd.core.engine.recovery.machine import NUM_COPIES
 from raysgd.core.engine.recovery.running_call import LOST_ON_ITS_WAY
+from raysgd.core.engine.recovery.states import NUM_COPIES
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Failed

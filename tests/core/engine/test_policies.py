@@ -25,7 +25,7 @@ from raysgd.core.engine.policies import (
     why_not_started,
     words,
 )
-from raysgd.core.engine.recovery.machine import Known
+from raysgd.core.engine.recovery.states import Known
 from raysgd.core.engine.shared.types import (
     Answered,
     Failed,

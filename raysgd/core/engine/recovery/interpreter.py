@@ -18,9 +18,9 @@ from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.lifecycle import SETTLE_S, Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, are_alike, classify, takers, words
-from raysgd.core.engine.recovery import machine
-from raysgd.core.engine.recovery.machine import Do, Why
+from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.running_call import RunningCall
+from raysgd.core.engine.recovery.states import Do, Why
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_events import EventKind
@@ -59,21 +59,21 @@ class Interpreter:
         self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
         self._starts = start_budget
-        self._waits: dict[type[machine.State], Callable[[Any], machine.Event | Completed]] = {
-            machine.Running: self._running,
-            machine.Polling: self._polling,
-            machine.Settling: self._settling,
-            machine.TearingDown: self._tearing_down,
-            machine.FillingUp: self._filling_up,
-            machine.Regrouping: self._regrouping,
-            machine.Capturing: self._capturing,
-            machine.AwaitingSnapshot: self._awaiting_snapshot,
-            machine.Rebuilding: self._rebuilding,
-            machine.Scheduling: self._scheduling,
-            machine.Launching: self._launching,
-            machine.Restoring: self._restoring,
+        self._waits: dict[type[states.State], Callable[[Any], states.Event | Completed]] = {
+            states.Running: self._running,
+            states.Polling: self._polling,
+            states.Settling: self._settling,
+            states.TearingDown: self._tearing_down,
+            states.FillingUp: self._filling_up,
+            states.Regrouping: self._regrouping,
+            states.Capturing: self._capturing,
+            states.AwaitingSnapshot: self._awaiting_snapshot,
+            states.Rebuilding: self._rebuilding,
+            states.Scheduling: self._scheduling,
+            states.Launching: self._launching,
+            states.Restoring: self._restoring,
         }
-        self.state: machine.State | None = None
+        self.state: states.State | None = None
         self._begin()
 
     def _begin(self, *args: Any) -> None:
@@ -82,7 +82,7 @@ class Interpreter:
     @property
     def doing(self) -> str:
         """Name of the state of the running recovery. Empty if no recovery runs."""
-        return "" if isinstance(self.state, machine.Running | None) else type(self.state).__name__
+        return "" if isinstance(self.state, states.Running | None) else type(self.state).__name__
 
     # --------------------------------------------------------------------------------------------- what is asked for
 
@@ -97,7 +97,7 @@ class Interpreter:
         """
         self._begin("", call, budget, number)
         is_resumed = number is not None and number.is_resumed
-        ended = self._follow(machine.Step(machine.Running("resume" if is_resumed else "start")))
+        ended = self._follow(states.Step(states.Running("resume" if is_resumed else "start")))
         assert ended is not None, "a call that runs ends"
         return ended
 
@@ -114,7 +114,7 @@ class Interpreter:
         """
         self._lifecycle.check_active()
         self._begin(cause)
-        self._follow(machine.restart(machine.Restart(kind), self._current.known()))
+        self._follow(machine.restart(states.Restart(kind), self._current.known()))
 
     def move(self, leaving: frozenset[str], cause: str) -> None:
         """Between two calls, remove the workers on nodes that are going away, and add ready standby workers.
@@ -134,8 +134,8 @@ class Interpreter:
         self._begin()
         self._current.was_sent, interrupt = True, KeyboardInterrupt()
         try:
-            event = machine.Interrupted(error=interrupt)
-            self._follow(machine.transition(machine.Running(), event, self._current.known()))
+            event = states.Interrupted(error=interrupt)
+            self._follow(machine.transition(states.Running(), event, self._current.known()))
         except KeyboardInterrupt as error:
             if error is not interrupt:
                 raise
@@ -146,25 +146,25 @@ class Interpreter:
 
     # ----------------------------------------------------------------------------------------------------- the table
 
-    def _follow(self, step: machine.Step) -> Completed | Left | None:
+    def _follow(self, step: states.Step) -> Completed | Left | None:
         """Perform the commands of each step, and wait for what its state names, until the recovery is over.
 
         Return how the call has ended. None if none runs.
         """
-        done: machine.State | None = None
-        event: machine.Event | None = None
+        done: states.State | None = None
+        event: states.Event | None = None
         try:
             while True:
                 try:
                     if event is not None:
                         done, step = step.state, self._next(step.state, event, self._current.known())
                     self.state, state = step.state, step.state
-                    plan = state.plan if isinstance(state, machine.Finished) else None
-                    error = self._current.raised(plan) if isinstance(plan, machine.Raise) else None
+                    plan = state.plan if isinstance(state, states.Finished) else None
+                    error = self._current.raised(plan) if isinstance(plan, states.Raise) else None
                     self._current.error = error
                     for command in step.commands:
                         self._do(command, done, event, state)
-                    if isinstance(state, machine.Finished):
+                    if isinstance(state, states.Finished):
                         break
                     ended = self._wait(state)
                     if isinstance(ended, Completed):
@@ -177,54 +177,54 @@ class Interpreter:
             self._begin()
         if error is not None:
             raise error
-        return Left(list(plan.parts)) if isinstance(plan, machine.EndEarly) else None
+        return Left(list(plan.parts)) if isinstance(plan, states.EndEarly) else None
 
-    def _next(self, state: machine.State, event: machine.Event, known: machine.Known) -> machine.Step:
+    def _next(self, state: states.State, event: states.Event, known: states.Known) -> states.Step:
         step = machine.transition(state, event, known)
         logger.debug("%s, %s -> %s", *(type(each).__name__ for each in (state, event, step.state)))
         return step
 
-    def _interrupt(self, error: BaseException) -> machine.Interrupted:
+    def _interrupt(self, error: BaseException) -> states.Interrupted:
         """An error has ended a wait."""
-        if isinstance(self.state, machine.Running):
+        if isinstance(self.state, states.Running):
             self._current.note()
         self._current.report = None
         if self._lifecycle.group is not None and not self._lifecycle.group.is_driver_only:
             self._lifecycle.interrupted = None  # the interrupt is handled here, so it must not be raised again
-        return machine.Interrupted(isinstance(error, WorkersLostError), isinstance(error, UnpicklableError), error)
+        return states.Interrupted(isinstance(error, WorkersLostError), isinstance(error, UnpicklableError), error)
 
     # ------------------------------------------------------------------------------------------------------ commands
 
     def _do(
-        self, command: machine.Command, done: machine.State | None, event: machine.Event | None, state: machine.State
+        self, command: states.Command, done: states.State | None, event: states.Event | None, state: states.State
     ) -> None:
         """Perform a command, after the wait of `done` has ended with `event`, and before that of `state`."""
         lifecycle, snapshots, current, starts = self._lifecycle, self._snapshots, self._current, self._starts
         match command, done, event:
-            case machine.Record(kind), _, _:
+            case states.Record(kind), _, _:
                 current.record(kind, done, state)
-            case machine.Abandon(change, members), _, _:
+            case states.Abandon(change, members), _, _:
                 self._kill_joining(change.joining)
                 current.abandon(change, members, getattr(event, "obstacle", ""))
             case Do.GIVE_STATE_UP, _, _:
                 lifecycle.gives_state_up = True
             case Do.DROP_IN_TRANSIT, _, _:
                 snapshots.drop_incoming()
-            case Do.TAKE_PARTS, _, machine.Paused(parts=parts) | machine.Captured(parts=parts):
+            case Do.TAKE_PARTS, _, states.Paused(parts=parts) | states.Captured(parts=parts):
                 snapshots.take_from(lifecycle.running, parts)
             case Do.LEAVE_CALL, _, _:
                 snapshots.leave_call()
             case Do.NOTE_ABORTED, _, _:
                 snapshots.note_broken_off(current.call, has_group=lifecycle.group is not None)
-            case Do.KILL_JOINING, machine.TearingDown(change) | machine.FillingUp(change), _:
+            case Do.KILL_JOINING, states.TearingDown(change) | states.FillingUp(change), _:
                 self._kill_joining(change.joining)
             case Do.KILL_GROUP, _, _:
                 lifecycle.kill_group()
             case Do.NOTE_HANG, _, _:
                 current.budget.note_hang()
-            case Do.PAY_TO_CONTINUE, machine.Regrouping(), _:
+            case Do.PAY_TO_CONTINUE, states.Regrouping(), _:
                 current.budget.pay_for_continuing(done.source.progress)
-            case Do.PAY_TO_CONTINUE, _, machine.Polled(steps=steps):
+            case Do.PAY_TO_CONTINUE, _, states.Polled(steps=steps):
                 current.budget.pay_for_continuing(steps)
             case Do.PAY_FOR_RESTART, _, _ if current.incident.diagnosis is not None:
                 current.budget.pay_for_restart()
@@ -240,48 +240,48 @@ class Interpreter:
 
     # --------------------------------------------------------------------------------------------------------- waits
 
-    def _wait(self, state: machine.State) -> machine.Event | Completed:
+    def _wait(self, state: states.State) -> states.Event | Completed:
         """Wait for what a state names. Return how the wait has ended."""
         change: Any = getattr(state, "change", None)
         is_evacuation = change is not None and change.why is Why.EVACUATE
-        self._lifecycle.is_fetching = is_evacuation and not isinstance(change.plan, machine.EndEarly)
+        self._lifecycle.is_fetching = is_evacuation and not isinstance(change.plan, states.EndEarly)
         return self._waits[type(state)](state)
 
     def _on_all(self, function: Callable[..., Any]) -> GroupReport:
         group = self._lifecycle.running
         return group.on_replica(function, dict.fromkeys(range(len(group)), ()), on_wait=self._monitor.poll)
 
-    def _running(self, state: machine.Running) -> machine.Event | Completed:
+    def _running(self, state: states.Running) -> states.Event | Completed:
         return self._current.attempt(resumes=state.mode == "resume")
 
-    def _polling(self, state: machine.Polling) -> machine.Event:
+    def _polling(self, state: states.Polling) -> states.Event:
         report, current = self.ask_progress(), self._current
         if not report.ok:
-            is_resumed = state.why is machine.Poll.RESUME
-            return current.failed(report) if is_resumed else machine.CallFailed(classify(report).kind)
+            is_resumed = state.why is states.Poll.RESUME
+            return current.failed(report) if is_resumed else states.CallFailed(classify(report).kind)
         found = [answer.value for answer in report.values]
         steps = max(each.progress for each in found)
-        obstacle = self._current.known().obstacle_to_continuing(steps) if state.why is machine.Poll.PAY else None
+        obstacle = self._current.known().obstacle_to_continuing(steps) if state.why is states.Poll.PAY else None
         if obstacle:
             current.incident.obstacles.append(obstacle)
-        elif state.why is machine.Poll.PAY:
+        elif state.why is states.Poll.PAY:
             logger.warning("%s; the call is tried again before it ends early", current.incident.cause)
-        return machine.Polled(are_alike(found), steps)
+        return states.Polled(are_alike(found), steps)
 
     # ---- a change in place
 
-    def _settling(self, state: machine.Settling) -> machine.Survivors:
+    def _settling(self, state: states.Settling) -> states.Survivors:
         group, change = self._lifecycle.running, state.change
         if change.why is Why.REUSE and not self._spec.renews:
             # Avoid the nodes of silent ranks, because killing an actor does not end a frozen process.
             living = group.answering([rank for rank in range(len(group)) if rank not in group.gone | group.silent])
         elif change.why is Why.EVACUATE:
-            if not change.num_copies and not isinstance(change.plan, machine.EndEarly):
+            if not change.num_copies and not isinstance(change.plan, states.EndEarly):
                 self._monitor.watch()
             settled = group.settle(self._current.report)
             # A stuck rank may still finish a long step. A call that must end early asks it only if no other is left.
             with_stuck = {*settled, *group.stuck}
-            ranks = set(settled) if settled and isinstance(change.plan, machine.EndEarly) else with_stuck
+            ranks = set(settled) if settled and isinstance(change.plan, states.EndEarly) else with_stuck
             answering = group.answering(sorted(ranks - group.gone))
             living = [rank for rank in answering if group.workers[rank] not in self._lifecycle.newcomers]
         else:
@@ -292,9 +292,9 @@ class Interpreter:
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
         if change.why is not Why.EVACUATE:
             self._lifecycle.suspect(living)
-        return machine.Survivors(group.of_ranks(living), bool(group.stuck))
+        return states.Survivors(group.of_ranks(living), bool(group.stuck))
 
-    def _tearing_down(self, state: machine.TearingDown) -> machine.Progress | machine.Lost:
+    def _tearing_down(self, state: states.TearingDown) -> states.Progress | states.Lost:
         group, change = self._lifecycle.running, state.change
         staying, newcomers = group.ranks_of(state.members), group.ranks_of(self._lifecycle.newcomers)
         report = group.tear_down(staying, self._monitor.poll)
@@ -309,7 +309,7 @@ class Interpreter:
             )
             for rank, found in zip(staying, report.values, strict=True)
         )
-        progress, obstacle = machine.Progress(reports), None
+        progress, obstacle = states.Progress(reports), None
         if progress.source is None:
             obstacles = [each.obstacle for each in reports if each.obstacle]
             why = [*obstacles, "each was in the middle of a step that had begun to change its state"][0]
@@ -318,32 +318,32 @@ class Interpreter:
             obstacle = self._current.known().obstacle_to_continuing(progress.source.progress)
         return replace(progress, obstacle=obstacle or "")
 
-    def _lost_in_tear_down(self, change: machine.Change, staying: Sequence[int], report: GroupReport) -> machine.Lost:
+    def _lost_in_tear_down(self, change: states.Change, staying: Sequence[int], report: GroupReport) -> states.Lost:
         group = self._lifecycle.running
         failed = {outcome.rank: outcome.failure for outcome in report.outcomes if not outcome.ok}
         if any(failure is not None and failure.kind == "user" for failure in failed.values()):
             obstacle = "a surviving worker could not report its progress"
             logger.warning("%s: %s", obstacle, words(classify(report)))
-            return machine.Lost(group.of_ranks(staying), by_user=True, obstacle=obstacle)
+            return states.Lost(group.of_ranks(staying), by_user=True, obstacle=obstacle)
         # Ranks that have not answered are not in this set, because they may just be slow.
         dead = {rank for rank, failure in failed.items() if failure is not None} or set(failed)
         left = group.of_ranks(rank for rank in staying if rank not in dead)
         if change.why is Why.REUSE and not left:
             group.standby.kill_unresponsive()
-        return machine.Lost(left)
+        return states.Lost(left)
 
-    def _keep_only(self, members: machine.Members) -> None:
+    def _keep_only(self, members: states.Members) -> None:
         """Kill the workers that are not members, and free their slots."""
         group = self._lifecycle.running
         others = set(range(len(group))) - set(group.ranks_of(members)) - group.gone
         group.remove_workers(sorted(others))
 
-    def _filling_up(self, state: machine.FillingUp) -> machine.Filled:
+    def _filling_up(self, state: states.FillingUp) -> states.Filled:
         lifecycle, group, change, members = self._lifecycle, self._lifecycle.running, state.change, state.members
         self._keep_only(members)
         until = change.until
         if until is None:
-            until = lifecycle.now() + (math.inf if change.why is Why.MEMORY else STANDBY_WAIT_S)
+            until = lifecycle.now() + (math.inf if change.why is Why.REFILL else STANDBY_WAIT_S)
         joining, num_staying, least = [*change.joining], len(members), self._scaling.min_workers
         with OnFailure(lambda: self._kill_joining(joining[len(change.joining) :])):
             if self._fill_up(state, joining, max(0.0, until - lifecycle.now())):
@@ -351,16 +351,16 @@ class Interpreter:
                 left = group.answering(group.ranks_of(members))
                 if len(left) < num_staying:
                     lifecycle.suspect(left)
-                    return machine.Filled(tuple(joining), members - group.of_ranks(left), until)
+                    return states.Filled(tuple(joining), members - group.of_ranks(left), until)
             # Survivors that continue do not take workers that are still starting, which a restart may need.
             if change.why is Why.REUSE:
                 missing = least - num_staying - len(joining)
                 joining += group.standby.take_needed(missing, missing, self._monitor.poll) or []
         num_workers = num_staying + len(joining)
         obstacle = f"{num_workers} workers are left, but {least} are needed" if num_workers < least else ""
-        return machine.Filled(tuple(joining), machine.NOBODY, until, obstacle)
+        return states.Filled(tuple(joining), states.NOBODY, until, obstacle)
 
-    def _fill_up(self, state: machine.FillingUp, joining: list[StandbyWorker], wait_s: float) -> bool:
+    def _fill_up(self, state: states.FillingUp, joining: list[StandbyWorker], wait_s: float) -> bool:
         """Take ready standby workers into `joining`, and start more of them if the group is not full.
 
         If the group has too few members, wait up to `wait_s` for workers that are starting. Do nothing if a survivor's
@@ -383,15 +383,15 @@ class Interpreter:
         joining += standby.take_ready(missing, wait_s, self._monitor.poll)
         return True
 
-    def _num_awaited(self, change: machine.Change) -> int:
+    def _num_awaited(self, change: states.Change) -> int:
         """Return for how many members a change waits, beside `min_workers`."""
         if change.has_regrouped or change.why in (Why.GROW, Why.SPLIT):
             return 0
-        if change.why in (Why.MEMORY, Why.DRAIN):
+        if change.why in (Why.REFILL, Why.DRAIN):
             return self._scaling.max_workers
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
-    def _regrouping(self, state: machine.Regrouping) -> machine.Formed | machine.Lost:
+    def _regrouping(self, state: states.Regrouping) -> states.Formed | states.Lost:
         lifecycle, group, current = self._lifecycle, self._lifecycle.running, self._current
         change, reports, source = state.change, state.reports, state.reports.index(state.source)
         if change.why is Why.EVACUATE:
@@ -415,26 +415,26 @@ class Interpreter:
                     minds_memory = is_smaller and lifecycle.resizing.minds_memory
                     current.shrank_at = state.source.progress if minds_memory else None
                 lifecycle.owes_spares = True
-            return machine.Formed(current.incident.moves_rank_0(group.infos[0]))
+            return states.Formed(current.incident.moves_rank_0(group.infos[0]))
         diagnosis = classify(report)
         obstacle = f"could not form a new group: {words(diagnosis)}"
         logger.warning("%s", obstacle)
         if diagnosis.kind == "user":
-            return machine.Lost(state.members, by_user=True, obstacle=obstacle)
+            return states.Lost(state.members, by_user=True, obstacle=obstacle)
         settled = group.settle(report)
         lifecycle.suspect(settled)
-        return machine.Lost(group.of_ranks(settled), obstacle=obstacle)
+        return states.Lost(group.of_ranks(settled), obstacle=obstacle)
 
     # ---- the state goes to the driver
 
-    def _capturing(self, state: machine.Capturing) -> machine.Captured | machine.Lost:
+    def _capturing(self, state: states.Capturing) -> states.Captured | states.Lost:
         self._current.report = report = self._on_all(replica.capture_here)
         if not report.ok:
-            return machine.Lost(obstacle=machine.LostInTransit.obstacle)
+            return states.Lost(obstacle=states.LostInTransit.obstacle)
         parts = [answer.value for answer in report.values]
-        return machine.Captured(all(part.progress is not None for part in parts), parts)
+        return states.Captured(all(part.progress is not None for part in parts), parts)
 
-    def _awaiting_snapshot(self, state: machine.AwaitingSnapshot) -> machine.Landed | machine.LostInTransit:
+    def _awaiting_snapshot(self, state: states.AwaitingSnapshot) -> states.Landed | states.LostInTransit:
         snapshots = self._snapshots
         if state.is_brief:  # the workers that send it are about to be replaced
             self._lifecycle.check_active()
@@ -442,16 +442,16 @@ class Interpreter:
             snapshots.poll(timeout_s=_AWAITED_S if snapshots.is_awaited else SETTLE_S)
             has_landed = not snapshots.is_coming
             snapshots.drop_incoming()
-            return machine.Landed() if has_landed else machine.LostInTransit()
+            return states.Landed() if has_landed else states.LostInTransit()
         self._monitor.await_snapshot()
         if snapshots.shares_current:
-            return machine.Landed()
-        self._current.num_lost_copies += isinstance(state.plan, machine.EndEarly) and state.change is None
-        return machine.LostInTransit()
+            return states.Landed()
+        self._current.num_lost_copies += isinstance(state.plan, states.EndEarly) and state.change is None
+        return states.LostInTransit()
 
     # ---- back to the last snapshot
 
-    def _rebuilding(self, state: machine.Rebuilding) -> machine.Done | machine.Lost:
+    def _rebuilding(self, state: states.Rebuilding) -> states.Done | states.Lost:
         lifecycle, group, on_wait = self._lifecycle, self._lifecycle.running, self._monitor.poll
         if state.is_again:
             assert self._current.report is not None
@@ -461,33 +461,33 @@ class Interpreter:
         report = lifecycle.without_lost(report, group, on_wait)
         if report.ok:
             lifecycle.take_answers(report)
-            return machine.Done()
+            return states.Done()
         what = "restore the state" if state.is_again else "form a new group"
         logger.warning("could not %s: %s", what, words(classify(report)))
-        return machine.Lost()
+        return states.Lost()
 
-    def _scheduling(self, state: machine.Scheduling) -> machine.Resources:
+    def _scheduling(self, state: states.Scheduling) -> states.Resources:
         found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._current.incident.cause)
-        return machine.Resources(*found)
+        return states.Resources(*found)
 
-    def _launching(self, state: machine.Launching) -> machine.Done | machine.Lost | machine.NotGranted:
+    def _launching(self, state: states.Launching) -> states.Done | states.Lost | states.NotGranted:
         try:
             has_started = self._lifecycle.try_start(state.num_workers, state.num_spares, _REBUILD_RESERVATION_S)
         except ReservationTimeoutError as error:  # another program took the free resources, or their node was lost
             logger.warning("%s", str(error).partition("\n")[0])
-            return machine.NotGranted()
-        return machine.Done() if has_started else machine.Lost()
+            return states.NotGranted()
+        return states.Done() if has_started else states.Lost()
 
-    def _restoring(self, state: machine.Restoring) -> machine.Done | machine.Lost:
+    def _restoring(self, state: states.Restoring) -> states.Done | states.Lost:
         # Also watch the repeated calls, which may hang, too.
         on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
         self._current.report = report = self._snapshots.restore(self._lifecycle.running, on_wait)
         if report.ok:
             self._lifecycle.newcomers.clear()
-            return machine.Done()
+            return states.Done()
         diagnosis = classify(report)
         if diagnosis.kind != "user":
-            return machine.Lost()
+            return states.Lost()
         lost_parts = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
         if lost_parts:  # no node has this rank's shard of the snapshot
             raise WorkersLostError(f"{lost_parts[0]} {self._snapshots.last_file_in_words}")

@@ -21,8 +21,8 @@ from raysgd.core.engine.policies import (
     is_lack_of_memory,
     words,
 )
-from raysgd.core.engine.recovery import machine
-from raysgd.core.engine.recovery.machine import NUM_COPIES, End, Why
+from raysgd.core.engine.recovery import states
+from raysgd.core.engine.recovery.states import NUM_COPIES, End, Why
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed
 from raysgd.core.engine.shared.group_events import EventKind
@@ -52,7 +52,7 @@ class Incident:
         reason: Why, if no call has failed.
         diagnosis: The cause of the failed call, if one has failed.
         divergence: How the steps of the ranks differ, if they do.
-        lacks_memory: True if memory ran out after the group had shrunk.
+        needs_refill: True if memory ran out after the group had shrunk.
         lost: Ranks that are known to be lost.
         silent: Ranks that stopped to answer.
         obstacles: Why the survivors do not continue.
@@ -64,7 +64,7 @@ class Incident:
     reason: str = ""
     diagnosis: Diagnosis | None = None
     divergence: str = ""
-    lacks_memory: bool = False
+    needs_refill: bool = False
     lost: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
     obstacles: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Incident:
         self._workers: Sequence[Any] = [] if self.group is None else list(self.group.workers)
         self._infos: Sequence[WorkerInfo] = [] if self.group is None else list(self.group.infos)
 
-    def lose(self, members: machine.Members) -> None:
+    def lose(self, members: states.Members) -> None:
         """Note that these workers are lost."""
         self.lost |= {rank for rank, worker in enumerate(self._workers) if worker in members}
 
@@ -81,11 +81,11 @@ class Incident:
         """Return True if another worker is rank 0 than before."""
         return self._infos[:1] != [info]
 
-    def num_kept(self, members: machine.Members) -> int:
+    def num_kept(self, members: states.Members) -> int:
         """Return how many of these workers there were before."""
         return len(members.intersection(self._workers))
 
-    def of_leaving(self, parts: Sequence[Any], staying: machine.Members) -> list[Any]:
+    def of_leaving(self, parts: Sequence[Any], staying: states.Members) -> list[Any]:
         """Return the parts, by rank, of the workers that leave."""
         return [part for part, worker in zip(parts, self._workers, strict=False) if worker not in staying]
 
@@ -97,7 +97,7 @@ class Incident:
     @property
     def _happened(self) -> str:
         diagnosis = self.diagnosis
-        if diagnosis is None or self.lacks_memory:
+        if diagnosis is None or self.needs_refill:
             lost = f"lost {named(self.lost)}; " if self.lost else ""
             return lost + (self.reason if diagnosis is None else f"with {self.size} workers {words(diagnosis)}")
         known = {*self.lost, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
@@ -164,7 +164,7 @@ class RunningCall:
         self.report = report
         return self.incident
 
-    def attempt(self, *, resumes: bool) -> Completed | machine.Paused | machine.CallFailed | machine.CallRefused:
+    def attempt(self, *, resumes: bool) -> Completed | states.Paused | states.CallFailed | states.CallRefused:
         """Run the call from its start, or from where it was interrupted."""
         lifecycle, monitor, snapshots, call = self._lifecycle, self._monitor, self._lifecycle.snapshots, self.call
         lifecycle.check_active()
@@ -205,9 +205,9 @@ class RunningCall:
         except BaseException as error:
             self.note()
             if not isinstance(error, RanksDifferError):
-                return machine.CallRefused(End.INTERRUPTED, error)
+                return states.CallRefused(End.INTERRUPTED, error)
             snapshots.forget_calls()  # a restart repeats no call
-            return machine.CallRefused(End.RANKS_DIFFER, error)
+            return states.CallRefused(End.RANKS_DIFFER, error)
         if call.is_kept:
             snapshots.note_call(call, lifecycle.now() - began)
         # A worker that repeats its reply to the last attempt may send a copy even if `captures` is False.
@@ -217,7 +217,7 @@ class RunningCall:
             snapshots.pace.note_copy(max(copy.seconds for copy in copies))
         return Completed(values)
 
-    def _paused(self, report: GroupReport, values: Sequence[Any]) -> machine.Paused:
+    def _paused(self, report: GroupReport, values: Sequence[Any]) -> states.Paused:
         """Say why all ranks stopped between two steps: the call must end early, or workers leave or join."""
         lifecycle, monitor, call = self._lifecycle, self._monitor, self.call
         self.note(monitor.reason, report)
@@ -228,14 +228,14 @@ class RunningCall:
             lifecycle.check_active()
             monitor.go_on()
         parts = [] if lifecycle.spec.runs_on and not must_end else [each.part for each in values]
-        return machine.Paused(must_end, self.on_nodes(lifecycle.leaving_nodes_in_use()), parts)
+        return states.Paused(must_end, self.on_nodes(lifecycle.leaving_nodes_in_use()), parts)
 
-    def on_nodes(self, nodes: frozenset[str]) -> machine.Members:
+    def on_nodes(self, nodes: frozenset[str]) -> states.Members:
         """Return the workers on these nodes."""
         group = self._lifecycle.running
         return group.of_ranks(rank for rank, info in enumerate(group.infos) if info.node_id in nodes)
 
-    def failed(self, report: GroupReport) -> machine.CallFailed:
+    def failed(self, report: GroupReport) -> states.CallFailed:
         """Look into a failure: a rank was lost, or user code raised."""
         lifecycle, call, diagnosis = self._lifecycle, self.call, classify(report)
         lifecycle.check_active()
@@ -250,8 +250,8 @@ class RunningCall:
         sizes = {workers[o.rank]: o.failure.largest_batch for o in failed if o.failure.largest_batch is not None}
         if sizes and call.split is not None:
             call.split(sizes)
-        incident.lacks_memory = not incident.divergence and self._lacks_memory(diagnosis)
-        if incident.lacks_memory:
+        incident.needs_refill = not incident.divergence and self._needs_refill(diagnosis)
+        if incident.needs_refill:
             lifecycle.num_short = max(lifecycle.num_short, len(lifecycle.running))
             self.shrank_at = None
             logger.warning("%s; waiting for new workers", incident.cause)
@@ -264,18 +264,18 @@ class RunningCall:
             # No one looks for the ranks behind the lost connections later, so that the error could name them.
             everyone = range(len(lifecycle.running))
             incident.lost = set(everyone) - set(lifecycle.running.answering(everyone))
-        return machine.CallFailed(
-            diagnosis.kind, bool(incident.divergence), report.all_answered, failed_alike(report), incident.lacks_memory
+        return states.CallFailed(
+            diagnosis.kind, bool(incident.divergence), report.all_answered, failed_alike(report), incident.needs_refill
         )
 
-    def known(self) -> machine.Known:
+    def known(self) -> states.Known:
         """Return what is known now, for the next transition."""
         lifecycle, call, budget, starts = self._lifecycle, self.call, self.budget, self._starts
         spec, snapshots, scaling, group = lifecycle.spec, lifecycle.snapshots, lifecycle.scaling, lifecycle.group
-        return machine.Known(
+        return states.Known(
             in_call=call is not _NO_CALL,
             was_sent=self.was_sent,
-            members=machine.NOBODY if group is None else frozenset(group.workers),
+            members=states.NOBODY if group is None else frozenset(group.workers),
             is_driver_only=group is not None and group.is_driver_only,
             min_workers=scaling.min_workers,
             regroups=spec.regroups,
@@ -304,7 +304,7 @@ class RunningCall:
             num_attempts=scaling.num_attempts,
         )
 
-    def raised(self, plan: machine.Raise) -> BaseException:
+    def raised(self, plan: states.Raise) -> BaseException:
         """Return the error with which a call or a restart ends, and count a failure for which no retry was left."""
         if plan.why is End.NO_RETRY:
             self.budget.refuse()
@@ -373,29 +373,29 @@ class RunningCall:
             f"{snapshots.restored_from()}."
         )
 
-    def record(self, kind: EventKind, done: machine.State | None, state: machine.State) -> None:
+    def record(self, kind: EventKind, done: states.State | None, state: states.State) -> None:
         """Record an event in the history, after the wait of `done` and before that of `state`."""
         lifecycle, incident, num_kept = self._lifecycle, self.incident, 0
         cause, detail = incident.cause, ""
         match done, state:
-            case _, machine.Finished(machine.Raise() as plan):
+            case _, states.Finished(states.Raise() as plan):
                 cause = incident.cause_of(plan.why, self.error, in_restart=plan.ends_restart)
-            case machine.AwaitingSnapshot(), machine.Finished(machine.EndEarly(parts)):
+            case states.AwaitingSnapshot(), states.Finished(states.EndEarly(parts)):
                 cause = f"{len(parts)} of at least {lifecycle.scaling.min_workers} workers are left"
-            case machine.Regrouping(change, members), _:
+            case states.Regrouping(change, members), _:
                 incident.lose(change.expected - members)
                 cause, detail = incident.cause, done.source.words
             case _:
                 detail = lifecycle.snapshots.restored_from()
                 num_kept = incident.num_kept(frozenset(lifecycle.running.workers))
         lifecycle.record(kind, incident.size, incident.began, cause, detail, num_kept)
-        if isinstance(done, machine.Restoring):
+        if isinstance(done, states.Restoring):
             lifecycle.end_replacements()
 
-    def abandon(self, change: machine.Change, members: machine.Members, obstacle: str) -> None:
+    def abandon(self, change: states.Change, members: states.Members, obstacle: str) -> None:
         """Note that the group is not changed in place, and why. `members` are left."""
         why = obstacle or "no worker is left"
-        if isinstance(change.plan, machine.EndEarly):
+        if isinstance(change.plan, states.EndEarly):
             logger.warning("no worker has the state of a completed step: %s", why)
         elif change.why is Why.EVACUATE:
             logger.warning("the state that only workers have cannot be fetched: %s", why)
@@ -405,7 +405,7 @@ class RunningCall:
             self.incident.lose(change.expected - members)
             self.incident.obstacles += [obstacle] if obstacle and members else []
 
-    def _lacks_memory(self, diagnosis: Diagnosis) -> bool:
+    def _needs_refill(self, diagnosis: Diagnosis) -> bool:
         """Return True if survivors ran out of memory in their first step after the group shrank.
 
         With fewer workers, each worker's part of the global batch is larger.

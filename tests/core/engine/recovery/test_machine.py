@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.recovery import machine
-from raysgd.core.engine.recovery.machine import (
+from raysgd.core.engine.recovery import machine, states
+from raysgd.core.engine.recovery.machine import restart, transition
+from raysgd.core.engine.recovery.states import (
     NOBODY,
     AwaitingSnapshot,
     CallFailed,
@@ -54,8 +55,6 @@ from raysgd.core.engine.recovery.machine import (
     Survivors,
     TearingDown,
     Why,
-    restart,
-    transition,
 )
 from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
 
@@ -63,7 +62,7 @@ NUM_KNOWN, NUM_KNOWN_IN_SOAK = 12, 300
 MOST_NODES = 300_000
 MOST_INTERRUPTS = 1
 BOTH = frozenset({0, 1})
-LACKS_OF_MEMORY = (CallFailed("user", lacks_memory=True), CallFailed("memory"))  # batches of one sample end these
+LACKS_OF_MEMORY = (CallFailed("user", needs_refill=True), CallFailed("memory"))  # batches of one sample end these
 transition_of = transition
 
 
@@ -98,7 +97,7 @@ def events(node: Node) -> Iterator[Event]:
             if known.must_end:
                 yield Paused(must_end=True)
             if known.members and not node.has_paused:
-                yield from (CallFailed("user", lacks_memory=True), CallFailed("memory"), Paused(False))
+                yield from (CallFailed("user", needs_refill=True), CallFailed("memory"), Paused(False))
                 if len(known.members) > 1:
                     yield Paused(False, frozenset({0}))
         case Polling(Poll.RESUME):
@@ -281,7 +280,7 @@ def following_states() -> dict[str, list[str]]:
             places |= walked(Node(Running(), each, num_interrupts=MOST_INTERRUPTS))[0]
         steps = {(node.state, after(node, event)[0].state) for node in places for event in events(node)}
     names = {(type(state).__name__, type(following).__name__) for state, following in steps}
-    in_order = sorted(names, key=lambda each: [str(machine.State).index(name) for name in each])
+    in_order = sorted(names, key=lambda each: [str(states.State).index(name) for name in each])
     arrows = [(state, following) for state, following in in_order if following not in (state, "Finished")]
     return {state: [following for name, following in arrows if name == state] for state, _ in arrows}
 

@@ -1,0 +1,581 @@
+"""The states of a recovery, the events that end them, what is known, and the commands that begin a state.
+
+Each state names the one thing that the driver waits for, and each event how the wait ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from raysgd.core.engine.policies import choose_source
+from raysgd.core.engine.shared.group_events import EventKind
+from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
+
+NUM_COPIES = 4  # how often a state that is lost in transit is copied to the driver
+
+Members: TypeAlias = frozenset[Hashable]
+"""Workers of a group. They are not named by rank, because a worker can get another rank in the next group."""
+
+NOBODY: Members = frozenset()
+
+
+# ------------------------------------------------------------------------------------------------------- plans
+
+
+class End(Enum):
+    """Why a call or a restart ends with an error."""
+
+    INTERRUPTED = auto()  # Ctrl-C, `stop`, or an error in the driver or in user code ended a wait
+    RANKS_DIFFER = auto()  # the ranks' values differ
+    UNEVEN_STEPS = auto()  # the ranks ran different steps
+    USER_ERROR = auto()  # all ranks raised, and are in sync: the group stays
+    RAISED_INSIDE = auto()  # user code raised while others were inside the call
+    RAISED_APART = auto()  # user code raised while others were elsewhere, so the ranks are out of sync
+    NO_RETRY = auto()
+    NOT_REPEATABLE = auto()  # the state from before a call that cannot continue is gone
+    LOST_COPIES = auto()  # the state was lost in transit again and again
+    CUT_OFF = auto()  # Ray was stopped before the state was in the driver
+    PROGRAM_ENDS = auto()  # no workers are started any more
+    STATE_LOST = auto()  # the state was lost with the workers
+    NO_GROUP = auto()  # no attempt to start a group has succeeded
+    NO_START = auto()  # no retry of a start is left
+
+
+@dataclass(frozen=True)
+class Raise:
+    """Kill the group and raise an error.
+
+    Attributes:
+        why: Why.
+        event: Kind of the event to record in the history. None to record no event.
+        ends_restart: True if the error ends a restart. A half restored group is killed even if its only worker is the
+            driver, and an event is recorded even if no group is left.
+        error: The error, if it was raised in the driver.
+    """
+
+    why: End
+    event: Literal["lost", "ended"] | None = "ended"
+    ends_restart: bool = False
+    error: BaseException | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class EndEarly:
+    """End the call early and return each rank's part of the snapshot: `parts`, once the ranks have copied it."""
+
+    parts: Sequence[Any] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Restore the last snapshot in rebuilt replicas or in new workers.
+
+    Attributes:
+        kind: Kind of the event to record in the history.
+        reuses: True after a failure in a call: processes of the old group may be reused.
+        attempt: Index of the attempt to start a group, from 0.
+        is_launched: True if this attempt has started a group.
+    """
+
+    kind: EventKind
+    reuses: bool = False
+    attempt: int = 0
+    is_launched: bool = False
+
+    @property
+    def next_attempt(self) -> Restart:
+        """The plan for another attempt."""
+        return replace(self, attempt=self.attempt + 1, is_launched=False)
+
+
+Plan: TypeAlias = "Raise | EndEarly | Restart"
+"""What follows once the driver has the training state, or has given it up."""
+
+
+class Why(Enum):
+    """Why the members of a group change."""
+
+    FAILURE = auto()  # ranks were lost in a call, which then resumes; may cost a retry
+    REFILL = auto()  # survivors ran out of memory in a smaller group; waits for workers without a limit
+    SPLIT = auto()  # memory ran out in a step, which all ranks repeat in smaller batches; no rank was lost; free
+    DRAIN = auto()  # nodes are being removed; free
+    GROW = auto()  # workers are ready to join; free
+    EVACUATE = auto()  # only to copy the state to the driver: no worker joins, and one rank is enough
+    REUSE = auto()  # the processes stay, their replicas are rebuilt and restore a snapshot
+
+
+KINDS: dict[Why, EventKind] = {
+    Why.FAILURE: "continued",
+    Why.REFILL: "grown",
+    Why.SPLIT: "continued",
+    Why.DRAIN: "left",
+    Why.GROW: "grown",
+    Why.EVACUATE: "ended",
+    Why.REUSE: "restored",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the group in place.
+
+    Attributes:
+        why: Reason for the change.
+        failed: The failure that caused the change, if any.
+        expected: Workers of the group before the change, without those that leave as planned.
+        plan: What follows an evacuation or a rebuild.
+        has_regrouped: True if a group was formed, or at least attempted.
+        num_copies: Number of copies of the state that the workers in `copied_by` have sent and that were lost.
+        copied_by: Workers that sent the last copy.
+        joining: Standby workers that are taken to join the next group.
+        until: Until when others are awaited, on the engine's clock. None if that was not decided yet.
+        parts: Each rank's part of a snapshot from before the change, if workers leave in a call.
+    """
+
+    why: Why
+    failed: CallFailed | None = None
+    expected: Members = NOBODY
+    plan: Plan | None = None
+    has_regrouped: bool = False
+    num_copies: int = 0
+    copied_by: Members = NOBODY
+    joining: tuple[Any, ...] = ()
+    until: float | None = field(default=None, compare=False)
+    parts: Sequence[Any] = field(default=(), compare=False)
+
+
+# ------------------------------------------------------------------------------------------------------ states
+
+
+@dataclass(frozen=True)
+class Running:
+    """All ranks run the call, from its start or from where it was interrupted."""
+
+    mode: Literal["start", "resume"] = "start"
+
+
+class Poll(Enum):
+    """Why the driver asks each rank for its progress."""
+
+    RESUME = auto()  # after the snapshot of a paused call was lost: are all ranks still there?
+    COMPARE = auto()  # all ranks failed at the same line: do they have the same state?
+    PAY = auto()  # no snapshot from inside a call that must end early: how much progress has the group made?
+
+
+@dataclass(frozen=True)
+class Polling:
+    """Each rank reports its progress."""
+
+    why: Poll
+
+
+@dataclass(frozen=True)
+class Settling:
+    """Collectives are aborted, ranks are polled, and their calls end."""
+
+    change: Change
+
+
+@dataclass(frozen=True)
+class Forming:
+    """A step in which the next group is formed.
+
+    Attributes:
+        change: The change of the group.
+        members: The workers that stay.
+        reports: Each member's progress, in rank order, once the members have left their group.
+    """
+
+    change: Change
+    members: Members
+    reports: tuple[ReplicaProgress, ...] = ()
+
+
+class TearingDown(Forming):
+    """The members leave the group and report their progress."""
+
+
+class FillingUp(Forming):
+    """Standby workers are taken or awaited."""
+
+
+class Regrouping(Forming):
+    """Members and standby workers connect, and the source sends its state to those that lack it."""
+
+    @property
+    def source(self) -> ReplicaProgress:
+        """The progress of the member whose training state the other ranks copy."""
+        source = Progress(self.reports).source
+        assert source is not None, "a group without a source is not formed"
+        return source
+
+
+@dataclass(frozen=True)
+class Capturing:
+    """Each rank copies its state."""
+
+    change: Change
+
+
+@dataclass(frozen=True)
+class AwaitingSnapshot:
+    """A snapshot is in transit to the driver.
+
+    Attributes:
+        plan: What follows.
+        change: The evacuation that copied the state, if any.
+        is_brief: True if the driver waits only for seconds, before it starts other workers.
+    """
+
+    plan: Plan
+    change: Change | None = None
+    is_brief: bool = False
+
+
+@dataclass(frozen=True)
+class Rebuilding:
+    """Members and standby workers connect and build their replicas again, until no more of them are lost meanwhile.
+
+    `is_again`: workers of the group were lost in a restore.
+    """
+
+    plan: Restart
+    members: Members = NOBODY
+    joining: tuple[Any, ...] = ()
+    is_again: bool = False
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """The driver looks for free resources, and waits if too few are free."""
+
+    plan: Restart
+
+
+@dataclass(frozen=True)
+class Launching:
+    """A new group of `num_workers` workers starts, and some spares."""
+
+    plan: Restart
+    num_workers: int
+    num_spares: int = 0
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """All ranks load the last snapshot and repeat the calls since."""
+
+    plan: Restart
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The recovery is over. `plan`: the call ended early or with an error. None if no call is running."""
+
+    plan: Raise | EndEarly | None = None
+
+
+State: TypeAlias = (
+    "Running | Polling | Settling | TearingDown | FillingUp | Regrouping | Capturing | AwaitingSnapshot"
+    " | Rebuilding | Scheduling | Launching | Restoring | Finished"
+)
+
+# ------------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True)
+class CallRefused:
+    """All ranks have completed the call, but `call.check` raised `error`, so their values do not count."""
+
+    why: Literal[End.RANKS_DIFFER, End.INTERRUPTED]
+    error: BaseException | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Paused:
+    """All ranks wait between the same two steps, with `parts` of a snapshot.
+
+    `leaving` are on nodes that are being removed.
+    """
+
+    must_end: bool
+    leaving: Members = NOBODY
+    parts: Sequence[Any] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """A rank was lost, or user code raised an exception.
+
+    Attributes:
+        kind: The kind of failure that counts.
+        has_diverged: True if the ranks ran different steps.
+        all_answered: False if ranks are still inside the call.
+        at_one_line: True if all ranks failed at the same line of user code.
+        needs_refill: True if memory ran out in the first step after the group had shrunk.
+    """
+
+    kind: FailureKind
+    has_diverged: bool = False
+    all_answered: bool = True
+    at_one_line: bool = False
+    needs_refill: bool = False
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The workers that can be used again. `has_stuck`: others are alive but did not finish the call."""
+
+    members: Members
+    has_stuck: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """All members have left the group, with these `reports` in rank order. `obstacle`: why none can be continued."""
+
+    reports: tuple[ReplicaProgress, ...]
+    obstacle: str = field(default="", compare=False)
+
+    @property
+    def source(self) -> ReplicaProgress | None:
+        """The progress of the member whose state can be continued."""
+        source = choose_source(self.reports)
+        return None if source is None else self.reports[source]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Workers were lost.
+
+    Attributes:
+        members: The workers that are left.
+        by_user: True if user code raised an exception.
+        obstacle: Why the group cannot be changed in place now.
+    """
+
+    members: Members = NOBODY
+    by_user: bool = False
+    obstacle: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Standby workers were taken, until `until`. `silent` members have stopped to answer in the meantime."""
+
+    joining: tuple[Any, ...]
+    silent: Members = NOBODY
+    until: float | None = field(default=None, compare=False)
+    obstacle: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The next group is connected and has the state. `moves_rank_0`: rank 0 is another worker than before."""
+
+    moves_rank_0: bool = False
+
+
+@dataclass(frozen=True)
+class Captured:
+    """All ranks have copied their state, as `parts` of a snapshot. `is_inside`: from inside a call."""
+
+    is_inside: bool
+    parts: Sequence[Any] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Landed:
+    """The snapshot has arrived, or none was in transit. It has the workers' state."""
+
+
+@dataclass(frozen=True)
+class LostInTransit:
+    """No snapshot with the workers' state has arrived."""
+
+    obstacle: ClassVar[str] = f"it was lost in transit {NUM_COPIES} times"
+
+
+@dataclass(frozen=True)
+class Polled:
+    """All ranks have reported. `are_alike`: they have the same state. `steps`: the most that one has completed."""
+
+    are_alike: bool = True
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The driver has looked for free resources, into which so many workers and spares fit, or too few: 0."""
+
+    num_workers: int = 0
+    num_spares: int = 0
+
+
+@dataclass(frozen=True)
+class Done:
+    """The group was launched, rebuilt or restored."""
+
+
+@dataclass(frozen=True)
+class NotGranted:
+    """Another program took the resources."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Ctrl-C, `stop`, or an error in the driver or in user code ended the wait.
+
+    Attributes:
+        is_loss: True if workers are lost for good.
+        is_unsent: True if the error says that the call cannot be sent.
+        error: What was raised.
+    """
+
+    is_loss: bool = False
+    is_unsent: bool = False
+    error: BaseException | None = field(default=None, compare=False)
+
+
+Event: TypeAlias = (
+    "CallRefused | Paused | CallFailed | Survivors | Progress | Lost | Filled | Formed | Captured | Landed"
+    " | LostInTransit | Polled | Resources | Done | NotGranted | Interrupted"
+)
+
+# ------------------------------------------------------------------------------------------------------- what is known
+
+
+@dataclass(frozen=True)
+class Known:
+    """Facts by which a transition is chosen. All values are plain, and are read just before the transition.
+
+    Attributes:
+        in_call: True if a call is running.
+        was_sent: True if a rank may have received the call.
+        members: Workers of the current group. Nobody if the group was killed.
+        is_driver_only: True if the driver is the only worker.
+        min_workers: Smallest number of workers.
+        regroups: True if replicas can continue in another group.
+        renews: True if replicas can be rebuilt in their processes.
+        runs_on: True if replicas run a function that keeps running between calls.
+        uses_local: True if rank 0 is the driver.
+        continues: True if survivors continue a failed call.
+        retries_user_errors: True if exceptions in user code are retried.
+        can_continue: True if the call can continue in another group.
+        keeps_alike: True if ranks that fail apart in this call are out of sync.
+        must_end: True if the call must end early.
+        is_ending: True if the program is about to end.
+        is_cut_off: True if, besides, Ray was stopped.
+        only_in_workers: True if no snapshot in the driver replaces the workers' state.
+        in_transit: True if a snapshot is in transit.
+        is_lost: True if the state is lost unless the snapshot in transit arrives.
+        has_snapshot: True if a snapshot has arrived.
+        is_inside: True if that snapshot is from inside the running call.
+        num_standby: Number of standby workers that are ready or starting.
+        num_lost_copies: Number of snapshots of this call, taken while it was paused, that were lost.
+        num_retries: Retries of the call.
+        num_left: Retries that are left.
+        continued_at: Step at which survivors continued the last time. None if they have not.
+        free_from: Continuing is free from this step on.
+        num_starts_left: Retries of a start that are left. None if only `num_attempts` limits starts.
+        num_attempts: Number of attempts to start a group.
+    """
+
+    in_call: bool = True
+    was_sent: bool = True
+    members: Members = frozenset({0, 1})
+    is_driver_only: bool = False
+    min_workers: int = 1
+    regroups: bool = True
+    renews: bool = False
+    runs_on: bool = False
+    uses_local: bool = False
+    continues: bool = True
+    retries_user_errors: bool = False
+    can_continue: bool = True
+    keeps_alike: bool = True
+    must_end: bool = False
+    is_ending: bool = False
+    is_cut_off: bool = False
+    only_in_workers: bool = False
+    in_transit: bool = False
+    is_lost: bool = False
+    has_snapshot: bool = True
+    is_inside: bool = False
+    num_standby: int = 0
+    num_lost_copies: int = 0
+    num_retries: float = 3
+    num_left: float = 3
+    continued_at: int | None = None
+    free_from: float = 1
+    num_starts_left: float | None = None
+    num_attempts: int = 10
+
+    @property
+    def without_group(self) -> Known:
+        """Return the facts after the group was killed."""
+        return replace(self, members=NOBODY, only_in_workers=False)
+
+    def obstacle_to_continuing(self, steps: int) -> str | None:
+        """Return why the retries do not allow survivors that have completed `steps` steps to continue, if they do not.
+
+        Survivors that completed no step since they last continued cannot continue again, because continuing may have
+        broken them.
+        """
+        if self.continued_at is not None and steps <= self.continued_at:
+            return "no step was completed since the survivors went on the last time"
+        if not self.num_retries or (self.num_left <= 0 and steps < self.free_from):
+            return "no retry is left to pay for going on"
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+class Do(Enum):
+    """An action that the driver takes at once, without waiting for a worker."""
+
+    GIVE_STATE_UP = auto()  # the only state could not be fetched
+    DROP_IN_TRANSIT = auto()  # the replicas that send the snapshot are gone
+    TAKE_PARTS = auto()  # the ranks' parts become the newest snapshot
+    LEAVE_CALL = auto()  # the call will not resume, so a snapshot inside it counts as one after it
+    NOTE_ABORTED = auto()  # no snapshot has the state that an aborted call has left
+    KILL_JOINING = auto()  # workers that were taken from standby
+    KILL_GROUP = auto()
+    NOTE_HANG = auto()  # continuing costs a retry
+    PAY_TO_CONTINUE = auto()
+    PAY_FOR_RESTART = auto()  # and notify the front end
+    PAY_FOR_START = auto()
+
+
+@dataclass(frozen=True)
+class Record:
+    """Add an event to the history."""
+
+    kind: EventKind
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Do not change the group in place: say why, and kill workers that were to join. `members` are left."""
+
+    change: Change
+    members: Members
+
+
+Command: TypeAlias = "Do | Record | Abandon"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The next state, and what to do before it begins, in this order."""
+
+    state: State
+    commands: tuple[Command, ...] = field(default=())
+
+    def after(self, *commands: Command) -> Step:
+        """Return the step with more commands, which come first."""
+        return Step(self.state, (*commands, *self.commands))
