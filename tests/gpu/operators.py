@@ -73,6 +73,13 @@ class Mortal(TrainingOperator):
         self.die_at("after the optimizer's step")
 
 
+class Net(nn.Sequential):
+    """Has a `forward` of its own, without which `compile` would compile nothing."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return super().forward(features)
+
+
 class Classifier(Mortal):
     """Class weights, ignored labels, and a last batch that has fewer samples than there are workers."""
 
@@ -80,7 +87,7 @@ class Classifier(Mortal):
         torch.manual_seed(0)
         width = config.get("width", 32)
         norms = [nn.BatchNorm1d(width)] if config.get("norm") else []
-        model = nn.Sequential(
+        model = Net(
             nn.Linear(NUM_FEATURES, width),
             *norms,
             nn.Tanh(),

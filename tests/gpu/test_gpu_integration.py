@@ -34,7 +34,7 @@ from raysgd.trainer.messages.epochs import EpochRequest
 from tests.core.connections.ranks import boards_of
 from tests.helpers.run_if import RunIf
 from tests.torch import operators_for_tests
-from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal
+from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnModelOperator, equal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.integration, RunIf(cuda=True)]
 
@@ -164,7 +164,8 @@ def test_activation_checkpointing_saves_memory(make_local: Callable[..., TorchTr
 
 
 def test_compiled_models_train_on_a_gpu(make_local: Callable[..., TorchTrainer]) -> None:
-    plain, compiled = make_local(use_gpu=True), make_local(use_gpu=True, compile=True)
+    operator_cls = type("PlainOwnModel", (Plain, OwnModelOperator), {})
+    plain, compiled = (make_local(operator_cls, use_gpu=True, compile=each) for each in (False, True))
     assert compiled.train()["train_loss"] == pytest.approx(plain.train()["train_loss"], rel=1e-4)
 
 

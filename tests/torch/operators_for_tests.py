@@ -79,6 +79,22 @@ class LinearOperator(TrainingOperator):
         return super().prepare_batch((features, target))
 
 
+class OwnModel(torch.nn.Module):
+    """A class of its own around a layer: what `compile` compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(NUM_FEATURES, 1)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.linear(features)
+
+
+class OwnModelOperator(LinearOperator):
+    def make_model(self) -> torch.nn.Module:
+        return OwnModel()
+
+
 class DropoutOperator(LinearOperator):
     """Draws random numbers in every step."""
 

@@ -41,6 +41,7 @@ from tests.torch.operators_for_tests import (
     LinearOperator,
     OwnBatchOperator,
     OwnEpochOperator,
+    OwnModelOperator,
     ScheduledOperator,
     dataset,
 )
@@ -1055,8 +1056,21 @@ def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
     assert operator.largest <= 0.5 + 1e-6, "the norm comes first, so that both bounds hold at the end"
 
 
+@pytest.mark.parametrize(("operator_cls", "is_compiled"), [(OwnModelOperator, True), (LinearOperator, False)])
+def test_a_model_of_which_nothing_is_compiled_is_warned_of(
+    operator_cls: Any, is_compiled: bool, make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    make_local(operator_cls, compile={"backend": "eager"}).train(num_steps=1)
+    assert bool(counters["stats"]) == is_compiled
+    assert ("consists of modules of `torch.nn`" in caplog.text) != is_compiled
+
+
 def test_compiled_models_keep_names_and_identity(make_local: MakeTrainer) -> None:
-    plain, compiled = make_local(), make_local(compile=True, activation_checkpointing=True)
+    options: dict[str, Any] = {"compile": {"backend": "eager"}, "activation_checkpointing": True}
+    plain, compiled = make_local(OwnModelOperator), make_local(OwnModelOperator, **options)
     assert list(plain.state_dict()["models"][0]) == list(compiled.state_dict()["models"][0])
     assert compiled.train()["train_loss"] == pytest.approx(plain.train()["train_loss"], rel=1e-6)
     assert compiled.validate()["val_loss"] == pytest.approx(plain.validate()["val_loss"], rel=1e-6)

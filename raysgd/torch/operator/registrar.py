@@ -300,6 +300,12 @@ def register(
     if options is not None:
         for model in record.models:
             model.compile(**options)
+            code = (type(each).forward.__module__ for each in model.modules())
+            if operator.world_rank == 0 and all(module.startswith("torch.nn.") for module in code):
+                logger.warning(
+                    "`compile` compiles only code of your own, and this model consists of modules of `torch.nn`: give "
+                    "it a class of your own, whose `forward` calls them."
+                )
 
 
 def compile_options(context: OperatorContext) -> dict[str, Any] | None:
