@@ -134,6 +134,7 @@ def test_metric_objects_cover_the_whole_epoch_in_one_process_and_else_a_warning_
     assert history["train_loss"] == wanted["train_loss"]
     assert history["error"] != pytest.approx(wanted["error"])
     assert "the metric object `error` will cover only what follows in this epoch" in caplog.text
+    assert "which has 0 epochs and 4 batches of the next one" in caplog.text
 
 
 class KeepsItself(Measures):

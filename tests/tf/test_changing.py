@@ -161,6 +161,15 @@ def test_a_trainer_of_creators_says_what_it_cannot_do(keras_here: Any) -> None:
 
 
 @pytest.mark.keras_in_turns("keras3")
+def test_a_rate_that_no_optimizer_follows_is_told(keras_here: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with TFTrainer(make_model, make_data, {"lr": 0.1, "fit_config": {}}, use_local=True) as trainer:
+        trainer.update_config(fit_config={"epochs": 2})
+        assert "no optimizer follows" not in caplog.text
+        trainer.update_config(lr=0.2)
+    assert "no optimizer follows `config['lr']`" in caplog.text
+
+
+@pytest.mark.keras_in_turns("keras3")
 def test_rows_of_creators_are_numbered_by_the_state_that_was_loaded(keras_here: Any, tmp_path: Path) -> None:
     with TFTrainer(make_model, make_data, {"lr": 0.1}, use_local=True) as trainer:
         trainer.train()

@@ -141,6 +141,11 @@ class TFHostedOperator(hosted.HostedOperator):
     def epoch_obstacle(self) -> str | None:
         return super().epoch_obstacle or self.group_obstacle
 
+    def change_config(self, settings: TFSettings) -> list[str]:
+        super().change_config(settings)
+        changed = settings.config_changes[-1].keys() - {"fit_config", "evaluate_config"}  # each call reads these
+        return sorted(changed) if is_stock(self.operator, "config_changed") else []
+
     def edited_by(self, candidate: TFHostedOperator) -> learning_rates.Rates:
         mine, other = self.operator, candidate.operator
         chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)

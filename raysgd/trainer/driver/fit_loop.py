@@ -686,10 +686,13 @@ class FitRun:
                     self._take_over(sidecar, location)
             elif self._begun_before is not None and self._begun_before.global_step == self._global_step():
                 self._go_on_inside(self._begun_before)
-            self._run.epoch = self._epochs_done() - (self._begun is not None and self._begun.is_exhausted)
+            is_inside = self._begun is not None and not self._begun.is_exhausted
+            self._run.epoch = self._epochs_done() - (self._begun is not None and not is_inside)
             if location is not None:
                 if resume_from == AUTO:  # otherwise the program itself names the file
-                    logger.warning("resumed from `%s`, which has %d epochs", location, self._run.epoch)
+                    num_batches = self._begun.num_steps if self._begun is not None and is_inside else 0
+                    more = f" and {num_batches} batches of the next one" if num_batches else ""
+                    logger.warning("resumed from `%s`, which has %d epochs%s", location, self._run.epoch, more)
                 self._warn_if_complete(location)
         if self._pending == self._run.epoch:
             self._run._last_told = self._run.epoch - 1

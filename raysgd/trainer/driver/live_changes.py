@@ -71,8 +71,8 @@ class LiveChanges:
             life.sharing.follow(settings.config)
         if answers[0]:
             logger.warning(
-                "no optimizer follows %s: the operators find the new value in `self.config`. Override "
-                "`config_changed(self, config, changed)` to do something with it",
+                "no optimizer follows %s: the operators find the new value in `self.config`. To do something with it, "
+                "override `config_changed(self, config, changed)`, or call `trainer.apply_all_operators`",
                 ", ".join(f"`config[{name!r}]`" for name in answers[0]),
             )
 
