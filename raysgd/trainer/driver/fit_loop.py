@@ -357,7 +357,7 @@ class FitRun:
             "%s: left the run after %d epochs%s; %s",
             leaving.reason if is_early else run.history.stop_reason or f"`max_steps` of {self._max_step}",
             run.epoch,
-            f" and {run.step} batches of the next one" if run.step else "",
+            _more_batches(run.step),
             "nothing is saved" if newest is None else f"the newest checkpoint is {newest}",
         )
 
@@ -690,8 +690,7 @@ class FitRun:
             self._run.epoch = self._epochs_done() - (self._begun is not None and not is_inside)
             if location is not None:
                 if resume_from == AUTO:  # otherwise the program itself names the file
-                    num_batches = self._begun.num_steps if self._begun is not None and is_inside else 0
-                    more = f" and {num_batches} batches of the next one" if num_batches else ""
+                    more = _more_batches(self._begun.num_steps if self._begun is not None and is_inside else 0)
                     logger.warning("resumed from `%s`, which has %d epochs%s", location, self._run.epoch, more)
                 self._warn_if_complete(location)
         if self._pending == self._run.epoch:
@@ -736,3 +735,8 @@ class FitRun:
         """Let the run continue with the rest of an epoch that an earlier run left unfinished."""
         self._begun = begun
         self._run.step, self._run._global_step = begun.num_steps, begun.global_step
+
+
+def _more_batches(num_batches: int) -> str:
+    """Return the words for the batches of an unfinished epoch, to follow the number of completed epochs."""
+    return f" and {num_batches} batches of the next one" if num_batches else ""
