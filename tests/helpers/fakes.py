@@ -7,9 +7,12 @@ framework. A whole trainer over simulated workers is in `tests/core/engine/train
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.core.engine.shared.group_events import GroupHistory
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import (
@@ -20,9 +23,11 @@ from raysgd.core.engine.shared.types import (
     Rendezvous,
     ReplicaProgress,
     StateHandover,
+    WorkerInfo,
     World,
 )
 from raysgd.core.engine.snapshots import Snapshots
+from raysgd.core.history.status import TrainerStatus, compose
 from raysgd.exceptions import WorkerFault
 
 
@@ -184,6 +189,31 @@ def failure(kind: FailureKind, rank: int = 0, error: BaseException | None = None
 def raise_from_compiled_code(kind: type[Exception], text: str) -> None:
     """Raises as libraries do whose code is compiled: without a `raise` in Python."""
     ctypes.pythonapi.PyErr_SetString(ctypes.py_object(kind), text.encode())
+
+
+def status_of(
+    *,
+    infos: Sequence[WorkerInfo],
+    heartbeats: Mapping[int, Heartbeat],
+    samples_per_s: float | None,
+    history: GroupHistory,
+    snapshots: Snapshots | None = None,
+    num_spares: int = 1,
+    has_session_ended: bool = False,
+) -> TrainerStatus:
+    """The status of a trainer that wants three workers and takes no snapshots by itself."""
+    controller: Any = SimpleNamespace(
+        monitor=None,
+        history=history,
+        has_session_ended=has_session_ended,
+        is_stopped=False,
+        group=SimpleNamespace(infos=infos, standby=SimpleNamespace(num_ready=num_spares)),
+        scaling=SimpleNamespace(max_workers=3),
+        snapshots=no_snapshots() if snapshots is None else snapshots,
+        spec=SimpleNamespace(captures=False),
+        recovery=SimpleNamespace(doing=""),
+    )
+    return compose(controller, heartbeats, samples_per_s)
 
 
 def no_snapshots() -> Snapshots:

@@ -180,7 +180,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int)
     return ["epoch", *names], [cells[:-1] for cells in table]
 
 
-def event_lines(events: Iterable[GroupEvent]) -> list[str]:
+def event_lines(events: Iterable[GroupEvent], hidden: Collection[str] = _NEVER_SHOWN) -> list[str]:
     """Format failures, resizes and similar events as lines, each with the time of day when the event ended."""
-    shown = [event for event in events if event.kind not in _NEVER_SHOWN]
+    shown = [event for event in events if event.kind not in hidden]
     return [f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event}" for event in shown]

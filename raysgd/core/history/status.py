@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.gathering import quiet_s
 from raysgd.core.engine.monitor import ask_heartbeats
-from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
-from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
-from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
+from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed
+from raysgd.core.engine.snapshots import Snapshots
+from raysgd.core.history.readable import event_lines
 from raysgd.core.numbers.time_spent import TimeLedger
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd.core.text.log_lines import listed
@@ -128,7 +129,7 @@ class TrainerStatus:
 
     def __str__(self) -> str:
         lines = [f"  rank {row[0]}: {', '.join(row[1:])}" for row in self._worker_rows()]
-        lines += [f"  {_at(event)} {event}" for event in self.events]
+        lines += [f"  {line}" for line in event_lines(self.events, hidden=())]
         return "\n".join([*named_lines(self._rows()), *(fitted(line, indent=4) for line in lines)])
 
     def __repr__(self) -> str:
@@ -146,7 +147,7 @@ class TrainerStatus:
         workers = grid(
             ("rank", "node", "process", "doing", "own time"), self._worker_rows(), "raysgd-grid raysgd-words"
         )
-        history = folded(f"history ({len(self.events)})", [f"{_at(event)} {event}" for event in self.events])
+        history = folded(f"history ({len(self.events)})", event_lines(self.events, hidden=()))
         return card(title, two_column_table(self._rows()), workers, history)
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -221,7 +222,7 @@ def ask_status(controller: ElasticController, samples_per_s: float | None) -> Tr
         controller.check_active()
     group = None if controller.has_session_ended else controller.group
     asked = ask_heartbeats(group, quiet_s(controller.spec.heartbeat_s)) if group is not None else {}
-    return _status_with(controller, asked, samples_per_s)
+    return compose(controller, asked, samples_per_s)
 
 
 def glance(
@@ -238,49 +239,25 @@ def glance(
     """
     heartbeats = controller.monitor.heartbeats if controller.monitor is not None else {}
     is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
-    return _status_with(controller, heartbeats if is_training else last_heartbeats, samples_per_s)
-
-
-def _status_with(
-    controller: ElasticController, heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None
-) -> TrainerStatus:
-    monitor, has_ended = controller.monitor, controller.has_session_ended and not controller.is_stopped
-    group = None if has_ended else controller.group
-    present = monitor.samples_per_s if monitor is not None else None
-    status = compose(
-        infos=group.infos if group is not None else (),
-        heartbeats=heartbeats,
-        num_wanted=controller.scaling.max_workers,
-        num_spares=group.standby.num_ready if group is not None else 0,
-        samples_per_s=samples_per_s if present is None else present,
-        history=controller.history,
-        snapshots=controller.snapshots,
-        pace=controller.snapshots.pace if controller.spec.captures else None,
-        has_session_ended=has_ended,
-    )
-    return replace(status, recovery=controller.recovery.doing)
+    return compose(controller, heartbeats if is_training else last_heartbeats, samples_per_s)
 
 
 def compose(
-    *,
-    infos: Sequence[WorkerInfo],
-    heartbeats: Mapping[int, Heartbeat],
-    num_wanted: int,
-    num_spares: int,
-    samples_per_s: float | None,
-    history: GroupHistory,
-    snapshots: Snapshots,
-    pace: SnapshotPace | None = None,
-    has_session_ended: bool = False,
+    controller: ElasticController, heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None
 ) -> TrainerStatus:
-    """Build a trainer's status from its workers, their heartbeats, the history of worker groups, and the snapshots."""
+    """Build a trainer's status from what its controller knows and the heartbeats of its workers."""
+    monitor, history = controller.monitor, controller.history
+    has_ended = controller.has_session_ended and not controller.is_stopped
+    group = None if has_ended else controller.group
+    infos = group.infos if group is not None else ()
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
     records = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
+    present = monitor.samples_per_s if monitor is not None else None
     return TrainerStatus(
         workers=workers,
-        num_wanted=num_wanted,
-        num_spares=num_spares,
-        samples_per_s=samples_per_s,
+        num_wanted=controller.scaling.max_workers,
+        num_spares=group.standby.num_ready if group is not None else 0,
+        samples_per_s=samples_per_s if present is None else present,
         straggler=find_straggler([worker.own_s for worker in workers]),
         data=records[0] if records else None,  # the ranks' records differ by at most one step
         failures=tuple(event.detail for event in history.events if event.is_failure and event.detail),
@@ -289,9 +266,10 @@ def compose(
         num_restored=history.count("restored"),
         num_resizes=sum(event.old_size != event.new_size for event in history.events if event.kind != "started"),
         events=tuple(history.events),
-        snapshot=_snapshot_status(snapshots),
-        snapshot_pace=pace.words() if pace is not None else "",
-        has_session_ended=has_session_ended,
+        snapshot=_snapshot_status(controller.snapshots),
+        snapshot_pace=controller.snapshots.pace.words() if controller.spec.captures else "",
+        has_session_ended=has_ended,
+        recovery=controller.recovery.doing,
     )
 
 
@@ -327,7 +305,3 @@ def _doing(heartbeats: Sequence[Heartbeat]) -> str:
 def _span(numbers: Sequence[str]) -> str:
     """Return the first and last of sorted numbers as a range. Return a single number if they are equal."""
     return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
-
-
-def _at(event: GroupEvent) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(event.at))

@@ -11,8 +11,8 @@ import pytest
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.history.gauges import Gauges
-from raysgd.core.history.status import TrainerStatus, compose
-from tests.helpers.fakes import no_snapshots
+from raysgd.core.history.status import TrainerStatus
+from tests.helpers.fakes import status_of
 
 
 @pytest.fixture
@@ -41,14 +41,11 @@ def status(samples_per_s: float | None = 99.5, *events: Any, ledger: SamplesUsed
     history = GroupHistory()
     for event in events:
         history.record(GroupEvent(*event))
-    return compose(
+    return status_of(
         infos=[WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12)],
         heartbeats={0: Heartbeat(own_s=1.0, data=ledger), 1: Heartbeat(own_s=2.0, data=ledger)},
-        num_wanted=3,
-        num_spares=1,
         samples_per_s=samples_per_s,
         history=history,
-        snapshots=no_snapshots(),
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
-from raysgd.core.history.status import TrainerStatus, compose, find_straggler
-from tests.helpers.fakes import no_snapshots
+from raysgd.core.history.status import TrainerStatus, find_straggler
+from tests.helpers.fakes import no_snapshots, status_of
 
 LEDGER = SamplesUsed(2, 100, 60, in_flight=8)
 BEATS = {0: Heartbeat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Heartbeat(3, 17, "training", 540, own_s=2.0)}
@@ -33,17 +33,8 @@ class OnItsWay:
 def status(**changes: Any) -> TrainerStatus:
     history = GroupHistory(now=lambda: 0.0)
     history.record(GroupEvent("started", 0, 2, 1.0, "a new trainer"))
-    values: dict[str, Any] = {
-        "infos": INFOS,
-        "heartbeats": BEATS,
-        "num_wanted": 3,
-        "num_spares": 1,
-        "samples_per_s": 1234.4,
-        "history": history,
-        "snapshots": no_snapshots(),
-        **changes,
-    }
-    return compose(**values)
+    values: dict[str, Any] = {"infos": INFOS, "heartbeats": BEATS, "samples_per_s": 1234.4, "history": history}
+    return status_of(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
