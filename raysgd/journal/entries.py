@@ -273,11 +273,16 @@ Layout = LoaderLayout | StreamLayout | OtherLayout
 _LAYOUTS: dict[str, type[Layout]] = {"loader": LoaderLayout, "stream": StreamLayout, "undivided": OtherLayout}
 
 
+def _class_of(entries: Mapping[str, Any], classes: Mapping[str, type[_ValueT]]) -> type[_ValueT]:
+    """Return the class of an object by its entry `kind`."""
+    kind = entries.get("kind")
+    if not isinstance(kind, str) or kind not in classes:
+        raise ValueError(f"`kind` {_refuse(kind, _any_of(classes))}")
+    return classes[kind]
+
+
 def _layout(value: Any) -> Layout:
-    kind = _object(value).get("kind")
-    if not isinstance(kind, str) or kind not in _LAYOUTS:
-        raise ValueError(f"`kind` {_refuse(kind, _any_of(_LAYOUTS))}")
-    return _made(_LAYOUTS[kind], value)
+    return _made(_class_of(_object(value), _LAYOUTS), value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +331,7 @@ class CheckpointLine:
 class GapLine:
     """The line of a range of steps whose records may be missing or incomplete."""
 
-    last_step: int = _entry(_whole())
+    step: int = _entry(_whole(), "last_step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,6 +360,13 @@ class LeftOutLine:
 
 RUN, LEG, CHECKPOINT, GAP, LEFT_OUT = "run", "leg", "checkpoint", "gap", "left_out"
 Line = RunLine | Leg | CheckpointLine | GapLine | LeftOutLine
+_LINES: dict[str, type[Line]] = {
+    RUN: RunLine,
+    LEG: Leg,
+    CHECKPOINT: CheckpointLine,
+    GAP: GapLine,
+    LEFT_OUT: LeftOutLine,
+}
 
 
 def read_line(entries: Any, run: RunLine | None) -> Line:
@@ -371,17 +383,9 @@ def read_line(entries: Any, run: RunLine | None) -> Line:
         raise ValueError("need an object in braces")
     if _is_deep(entries, _DEEPEST):
         raise ValueError(f"need at most {_DEEPEST} objects and lists inside each other")
-    kind = entries.get("kind")
-    if kind == RUN:
-        return _made(RunLine, entries)
-    if kind == CHECKPOINT:
-        return _made(CheckpointLine, entries)
-    if kind == GAP:
-        return _made(GapLine, entries)
-    if kind == LEFT_OUT:
-        return _made(LeftOutLine, entries)
-    if kind != LEG:
-        raise ValueError(f"`kind` {_refuse(kind, _any_of((RUN, LEG, CHECKPOINT, GAP, LEFT_OUT)))}")
+    kind = _class_of(entries, _LINES)
+    if kind is not Leg:
+        return _made(kind, entries)
     if run is None:
         raise ValueError("no line before it describes the program of the run")
     leg = _made(Leg, entries, run=run)

@@ -285,22 +285,17 @@ def _read_lines(path: Path) -> tuple[list[Leg], dict[int, str], list[int], list[
             lines.append(line)
     if run is None:
         raise ValueError(f"`{path}` is damaged: no line describes the program of the run.")
-    legs, checkpoints, gap_ends, begin = list[Leg](), dict[int, str](), list[int](), float("inf")
-    left_out = list[LeftOutLine]()
+    legs, others, begin = list[Leg](), list[CheckpointLine | GapLine | LeftOutLine](), float("inf")
     for line in reversed(lines):
-        if isinstance(line, CheckpointLine):
-            if line.step <= begin:
-                checkpoints.setdefault(line.step, line.location)
-        elif isinstance(line, GapLine):
-            if line.last_step <= begin:
-                gap_ends.append(line.last_step)
-        elif isinstance(line, LeftOutLine):
-            if line.step <= begin:
-                left_out.append(line)
+        if not isinstance(line, Leg):
+            others += [line] if line.step <= begin else []
         elif line.after < begin:
             legs.append(line)
             begin = line.after
-    return legs[::-1], dict(sorted(checkpoints.items())), sorted(gap_ends), sorted(left_out, key=lambda each: each.step)
+    others.sort(key=lambda each: each.step)
+    checkpoints = {each.step: each.location for each in reversed(others) if isinstance(each, CheckpointLine)}
+    gap_ends = [each.step for each in others if isinstance(each, GapLine)]
+    return legs[::-1], dict(sorted(checkpoints.items())), gap_ends, [e for e in others if isinstance(e, LeftOutLine)]
 
 
 def _objects_in(path: Path) -> Iterator[tuple[int, Any]]:
