@@ -17,7 +17,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd.core.synonyms import FUNCTION, PLACES, instead_of
+from raysgd.core.synonyms import FUNCTION, METHOD, OPERATOR, PLACES, instead_of
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import InvalidCountError
 
@@ -147,25 +147,6 @@ def check_kind(name: str, value: Any, kind: type[Any]) -> None:
         raise TypeError(f"`{name}={masked(value)!r}`: need a `raysgd.{kind.__name__}`.")
 
 
-_MADE_FROM = {
-    **dict.fromkeys(
-        ("lightning.LightningModule", "pytorch_lightning.LightningModule"),
-        "`TrainingOperator.from_ptl({name})` makes one from a `LightningModule`.",
-    ),
-    "transformers.Trainer": "A subclass of `raysgd.operators.HuggingFaceOperator` returns its model and its data.",
-    "torch.Module": "Create the model in the `setup` of one.",
-}
-"""Advice on how to use an object of another library in an operator, keyed by the object's class."""
-
-_MEANT = {
-    **dict.fromkeys(("training_step", "train_step"), "train_batch"),
-    **dict.fromkeys(("validation_step", "validate_step", "val_step", "val_batch"), "validate_batch"),
-    **dict.fromkeys(("validation_epoch", "validate_epoch", "val_epoch"), "validate"),
-    "predict_step": "predict_batch",
-}
-"""Names of operator methods in other libraries, mapped to raysgd's names."""
-
-
 def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None:
     """Raise an error unless the value is an operator class that workers can instantiate.
 
@@ -185,8 +166,8 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
         is_object = isinstance(operator_cls, base)
         what = f"an instance of `{type(operator_cls).__name__}`" if is_object else repr(operator_cls)
         kind = operator_cls if isinstance(operator_cls, type) else type(operator_cls)
-        ways = [_MADE_FROM[each].format(name=kind.__name__) for each in _bases_of(kind) if each in _MADE_FROM]
-        way = f" {ways[0]}" if ways else ""
+        ways = [way for each in _bases_of(kind) if (way := instead_of(each, OPERATOR))]
+        way = f" {ways[0].format(name=kind.__name__)}" if ways else ""
         raise TypeError(f"`training_operator_cls` is {what}: need a subclass of `{shown}`, the class itself.{way}")
     name = operator_cls.__name__
     try:
@@ -203,7 +184,8 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
         if re.fullmatch(r"on_\w+_(begin|start|end)", method) and "train_epoch" not in own:
             advice = "callbacks have such methods: `trainer.fit(5, callbacks=[...])`"
         else:
-            near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
+            meant = instead_of(method, METHOD)
+            near = [meant] if meant else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
             loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
             if not near or own & {near[0], loops.get(near[0], "")}:
                 # Either no method of the base class has a similar name, or the operator overrides the similar method or
