@@ -25,6 +25,7 @@ from typing import Any
 
 from raysgd.core import arguments as checks
 from raysgd.core.engine.worker import cannot_import, is_sendable, node_here, packed_bytes
+from raysgd.core.tables import read_table
 from raysgd.core.text import log_lines
 from raysgd.core.text.faults import describe_fault, has_user_code
 from raysgd.core.text.frames import shows_all_frames
@@ -38,21 +39,7 @@ BESIDE = ("ledger", "status")
 MAY_GO_ON = ("train", "validate")
 """Names of methods that run in the background if called with `blocking=False`, and return a handle to the call."""
 
-_IN_PROCESS = "it stays in the trainer's process, and cannot be sent."
-STAYS_THERE: dict[str, str] = {
-    "worker_group": f"{_IN_PROCESS} Use `apply_all_workers(fn)`.",
-    "take_state_of": "two trainers would have to be in one process. Use `save` and `load`.",
-    "as_trainable": "Ray Tune makes the trainers. Call it on the class.",
-    "can_restore": "call it on the class.",
-    "checkpoint_manager": f"{_IN_PROCESS} Use `best_checkpoint` and `latest_checkpoint`.",
-    "is_started": "`raysgd.detached_trainers()` lists the detached trainers.",
-    "preprocess_datasets": "`fit` calls it.",
-    "run_iterator": f"{_IN_PROCESS} Use `run`, which continues without your program.",
-    "setup": "`fit` calls it.",
-    "to_tune_trainable": "Ray Tune makes the trainers. Call it on a trainer that is not detached.",
-    "to_worker_group": f"{_IN_PROCESS} Make the trainer without `detached`.",
-    "training_loop": "`fit` calls it.",
-}
+STAYS_THERE = read_table(__file__)["stays there"]
 """Names of a trainer's methods and attributes that a handle rejects, each with the reason and an alternative."""
 
 

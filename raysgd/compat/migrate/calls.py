@@ -32,6 +32,7 @@ _TRIALS = {
 _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
 _TABLES = read_table(__file__)
+_ADVICE = _TABLES["advice"]
 
 
 def _by_function(kind: str) -> dict[str, dict[str, str]]:
@@ -61,32 +62,10 @@ _EXPANDING = "os.path.expanduser"
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
-_HOOK = "`initialization_hook` is called without arguments: write `def {name}():`"
 _FROM_CREATORS = "raysgd.TrainingOperator.from_creators"
 _BATCH_SIZE = "raysgd.utils.BATCH_SIZE"
-_REMOTE_TRAINER = (
-    "the arguments of this `TorchTrainer` are not rewritten: instead of creator functions pass "
-    f"`training_operator_cls={_FROM_CREATORS}(model_creator=..., optimizer_creator=...)`"
-)
-_INIT = (
-    "the library calls the constructor of an operator: move what yours does to `setup(self, config)`, where "
-    "`self.world_rank` and the like are set"
-)
-_DISTRIBUTED = (
-    "the function of a `DistributedTrainableCreator` calls `raysgd.train.report(...)`, with the same arguments"
-)
-_METRIC = 'name what is reported: `ray.tune.report({"_metric": ..., ...})`'
 _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
-)
-_LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
-_GET_WEIGHTS = (
-    "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
-    f"optimizer.variables]`, and `assign` to these variables. {_LEGACY}"
-)
-_SAVE = (
-    "Keras 3 saves a model under a path that ends in `.keras`, or its weights with `save_weights` under one in "
-    f"`.weights.h5`; `model.export(path)` writes a SavedModel. {_LEGACY}"
 )
 _ENDINGS = (".keras", ".h5")
 
@@ -115,7 +94,7 @@ def methods_to_change(
                 param.name.value == "context" for param in method.params.params
             )
             if not passes_on or '"world_rank"' in cst.Module([method]).code.replace("'", '"'):
-                yield method, _INIT
+                yield method, _ADVICE["constructor"]
 
 
 class Calls:
@@ -224,7 +203,7 @@ class Calls:
                 self._tell(old, text, is_error=True)
             hook = arg.value if name_of(arg) == "initialization_hook" else None
             if isinstance(hook, cst.Name) and hook.value in self._with_parameters:
-                self._tell(old, _HOOK.format(name=hook.value), is_error=True)
+                self._tell(old, _ADVICE["hook"].format(name=hook.value), is_error=True)
         if any(arg.star == "**" for arg in args):
             self._tell(old, "`TorchTrainer(**...)`: look whether it holds arguments that were retired")
         if any(not arg.star and arg.keyword is None for arg in args):
@@ -285,7 +264,7 @@ class Calls:
             self._has_remote_trainer = True
         is_remote = isinstance(call.func, cst.Attribute) and call.func.attr.value == "remote"
         if self._has_remote_trainer and is_remote and any(name_of(arg) in _CREATORS for arg in call.args):
-            self._tell(call, _REMOTE_TRAINER, is_error=True)
+            self._tell(call, _ADVICE["remote trainer"], is_error=True)
 
     def look_at_key(self, node: cst.CSTNode, key: cst.BaseExpression) -> None:
         """Report an expression if its key has been renamed in the results of `train` and `validate`.
@@ -316,23 +295,23 @@ class Calls:
         is every call in a program that uses `DistributedTrainableCreator`.
         """
         if self._is_distributed:
-            self._tell(old, _DISTRIBUTED, is_error=True)
+            self._tell(old, _ADVICE["distributed"], is_error=True)
             return new
         passed = {name_of(arg) for arg in new.args if not arg.star}
         if passed <= {None, "metrics", "checkpoint"} and not any(arg.star for arg in new.args):
             return new
         if None in passed or any(arg.star == "*" for arg in new.args):
-            self._tell(old, _METRIC, is_error=True)
+            self._tell(old, _ADVICE["metric"], is_error=True)
             return new
         return _with_dict(new)
 
     def _look_at_keras(self, call: cst.Call) -> None:
         if _is_call_of(call, "opt", "get_weights", "set_weights"):
-            self._tell(call, _GET_WEIGHTS, is_error=True)
+            self._tell(call, _ADVICE["weights"], is_error=True)
         is_function = (helpers.get_full_name_for_node(call.func) or "").endswith("save_model")
         path = call.args[:1] if _is_call_of(call, "model", "save") else call.args[1:2] if is_function else []
         if _is_without_ending(path):
-            self._tell(call, _SAVE, is_error=True)
+            self._tell(call, _ADVICE["save"], is_error=True)
 
 
 def _is_call_of(call: cst.Call, owner: str, *methods: str) -> bool:
