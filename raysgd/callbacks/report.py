@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from raysgd._version import __version__
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from raysgd.core.engine.shared.group_events import GroupEvent
 
 
-DATA_ID = "raysgd-run"
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "use_gpu", "precision", "strategy", "min_workers", "spare_workers")
 _SHARE = 50  # writing the report may take at most 1/50 of the time of the run
@@ -42,13 +42,6 @@ _REFRESH_S = 10
 _MOST_ROWS = 200
 _MOST_POINTS = 2000  # maximum number of points per curve in the data of the page
 _LARGEST = 1e100  # metrics with larger absolute values are not drawn
-_FOLDED = ("config", "about")
-_VIEW = (
-    '<p id="view"><label>over <select name="over"><option>epoch<option>step</select></label>'
-    '<label>axis <select name="axis"><option>linear<option>log</select></label>'
-    '<label>smoothing <input type="range" name="smoothing" max="0.99" step="0.01" value="0"></label></p>'
-    "<noscript>Charts need JavaScript.</noscript>"
-)
 
 
 class HTMLReport(WritesFiles):
@@ -163,11 +156,9 @@ def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[
         history: History of the run.
         steps: The metrics of steps.
     """
-    files, nonce = Path(__file__).with_name("page"), secrets.token_urlsafe(16)
-    names = ("uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
-    uplot_style, style, license_text, uplot, script = ((files / name).read_text("utf-8") for name in names)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
-    refresh = f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if facts["state"] == "running" else ""
+    files = Path(__file__).with_name("page")
+    names = ("page.html", "uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
+    page, uplot_style, style, license_text, uplot, script = ((files / name).read_text("utf-8") for name in names)
     charts = grouped([*history, *steps]) if max(len(history), len(steps)) > 1 else {}
     content = {
         "run": facts,
@@ -176,40 +167,26 @@ def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[
         "charts": [*charts.values()],
     }
     data = json.dumps(content, allow_nan=False)
-    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     figures = "".join(f'<figure class="card"><figcaption>{safe(title)}</figcaption></figure>' for title in charts)
-    metrics = f'{_VIEW}<div id="charts">{figures}</div>' if charts else _note("Curves begin with the second result.")
-    sections = [
-        _header(facts, history),
-        _section("Metrics", metrics),
-        _section("Over time", f'<div class="card" id="times"></div>{_events(history)}'),
-        _section("Where the time went", _where_time_went(facts["ledger"])),
-        _section("Results", _results(history)),
-        *(_folded(name.capitalize(), cards.two_column_table(facts[name].items(), "facts")) for name in _FOLDED),
-    ]
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-{refresh}
-<title>{safe(facts["name"])}: {safe(facts["state"])}</title>
-<style>{uplot_style}{style}</style>
-</head>
-<body>
-<main>
-{"".join(sections)}
-<footer>Written by raysgd at {_moment(facts["written_at"])}. The data of this page is in its source, as JSON.</footer>
-</main>
-<script type="application/json" id="{DATA_ID}">{data}</script>
-<script nonce="{nonce}">/*
-{license_text}*/
-{uplot}</script>
-<script nonce="{nonce}">{script}</script>
-</body>
-</html>
-"""
+    return Template(page).substitute(
+        nonce=secrets.token_urlsafe(16),
+        refresh=f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if facts["state"] == "running" else "",
+        title=safe(f"{facts['name']}: {facts['state']}"),
+        style=uplot_style + style,
+        header=_header(facts, history),
+        hidden="" if charts else " hidden",
+        figures=figures or _note("Curves begin with the second result."),
+        events=_events(history),
+        ledger=_where_time_went(facts["ledger"]),
+        results=_results(history),
+        config=cards.two_column_table(facts["config"].items(), "facts"),
+        about=cards.two_column_table(facts["about"].items(), "facts"),
+        moment=_moment(facts["written_at"]),
+        data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
+        license=license_text,
+        uplot=uplot,
+        script=script,
+    )
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -285,7 +262,7 @@ def _results(history: History) -> str:
     metrics = readable.metrics_of(rows)
     others = ["epoch", *(name for name in readable.names_in(rows) if name not in {*metrics, "epoch"})]
     cells = [[readable.number(row.get(name, ""))[:80] for name in others] for row in rows]
-    rest = _folded("Counts and other values", _table(others, cells))
+    rest = f"<details><summary>Counts and other values</summary>{_table(others, cells)}</details>"
     limit = f"The last {_MOST_ROWS} of {len(history)} rows. The source of this page has {_MOST_POINTS} of them at most."
     note = _note(limit) if len(history) > len(rows) else ""
     return _table(*readable.table_of(rows, metrics, _MOST_ROWS)) + note + rest
@@ -293,14 +270,6 @@ def _results(history: History) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="card table">{cards.grid(head, rows, "numbers")}</div>'
-
-
-def _folded(title: str, body: str) -> str:
-    return f"<details><summary>{safe(title)}</summary>{body}</details>"
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{safe(title)}</h2>{body}</section>"
 
 
 def _note(text: str) -> str:

@@ -20,7 +20,6 @@ import pytest
 
 from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
-from raysgd.callbacks.report import DATA_ID
 from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.history.history import CallRecord, History
 from raysgd.core.numbers.time_spent import TimeLedger
@@ -198,7 +197,7 @@ def test_the_page_needs_nothing_else_and_runs_its_own_scripts_alone(tmp_path: Pa
     page = written(make_run(tmp_path))
     assert not {"link", "iframe", "img", "object", "embed", "form", "a"} & {tag for tag, _ in page.tags}
     nonce = page.all("script")[1]["nonce"] or ""
-    assert page.all("script") == [{"type": "application/json", "id": DATA_ID}, {"nonce": nonce}, {"nonce": nonce}]
+    assert page.all("script") == [{"type": "application/json", "id": "raysgd-run"}, {"nonce": nonce}, {"nonce": nonce}]
     [policy] = [each["content"] for each in page.all("meta") if each.get("http-equiv") == "Content-Security-Policy"]
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
     assert len(nonce) > 20
