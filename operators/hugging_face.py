@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from raysgd.core.synonyms import HUGGING_FACE, instead_of
 from raysgd.operators import options
+from raysgd.operators.packing import IGNORED
 from raysgd.operators.supervised import SupervisedOperator
 from raysgd.torch import TrainingOperator
 from raysgd.torch.building_blocks import call_model, own_loss, split_batch
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from raysgd.torch import TorchTrainer
 
 logger = logging.getLogger(__name__)
-
-IGNORED = -100
-"""The label that `transformers` losses ignore."""
 
 SHIFT_LABELS = "shift_labels"
 """Key in a batch for labels that the collator has already shifted by one token."""

@@ -385,7 +385,8 @@ class Checkpointing(WritesFiles):
         Checkpoints whose validation is still running are kept, because they may turn out to be the best.
         """
         last_told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
-        waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > last_told]
+        unrated = [each.number for each in saved if each.score is None]
+        waiting = [(epoch, step) for epoch, step in unrated if not step and epoch > last_told]
         return self._rule.divide(saved, waiting)
 
     def _keep_some_of(self, run: Run, saved: list[Saved]) -> None:
@@ -486,12 +487,6 @@ def _name_of(epoch: int, step: int) -> str:
 def _in_words(saved: Saved) -> str:
     epoch, step = saved.number
     return f"epoch {epoch}, step {step}" if step else f"epoch {epoch}"
-
-
-def _epoch_ended_by(saved: Saved) -> int:
-    """Return the epoch at whose end a checkpoint was saved, or 0 if the checkpoint was saved inside an epoch."""
-    epoch, step = saved.number
-    return 0 if step else epoch
 
 
 def _end_in_words(run: Run, error: BaseException | None) -> str:

@@ -118,7 +118,9 @@ class Guard(WorkerCallback):
     def _judge(self, operator: Any, step: int, index: int, norm: float, losses: Any) -> tuple[str, list[int]] | None:
         """Return why a step is bad and the ranks whose losses are not finite, or None for a good step."""
         if not math.isfinite(norm):
-            flags = [float(rank == rank_of(operator) and math.isnan(losses)) for rank in range(_num_ranks(operator))]
+            flags = [
+                float(rank == rank_of(operator) and math.isnan(losses)) for rank in range(operator._raysgd.world.size)
+            ]
             ranks = [rank for rank, flag in enumerate(operator._raysgd.sum_over_workers(*flags)) if flag]
             self._num_overflows += 1
             if operator._raysgd.precision.skips_overflows and not ranks and self._num_overflows < _MOST_OVERFLOWS:
@@ -222,10 +224,6 @@ class Repeated(Guard):
 
 def _on(ranks: list[int]) -> str:
     return f" on rank {', '.join(map(str, ranks))}" if ranks else ""
-
-
-def _num_ranks(operator: Any) -> int:
-    return int(operator._raysgd.world.size)
 
 
 def _all_buffers(operator: Any) -> list[Any]:

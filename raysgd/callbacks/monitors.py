@@ -140,8 +140,7 @@ class GradientNorms(WorkerCallback):
         counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)
         total, count, largest, num_overflows = self._totals.get(index, (0.0, 0, 0.0, 0))
         norm = norm.where(counts, 0.0)
-        most = norm.maximum(_like(largest, norm))
-        self._totals[index] = [total + norm, count + counts, most, num_overflows + ~counts]
+        self._totals[index] = [total + norm, count + counts, norm.clamp(min=largest), num_overflows + ~counts]
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
         for index, (total, count, largest, num_overflows) in sorted(self._totals.items()):
@@ -189,16 +188,6 @@ def norm_of(operator: Any, optimizer: Any) -> Any:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm.detach()
-
-
-def _like(value: Any, tensor: Any) -> Any:
-    """Convert a value to a tensor with the dtype and device of `tensor`.
-
-    After a state has been loaded, the value is a plain number.
-    """
-    import torch
-
-    return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
 class StepMetrics(WorkerCallback):

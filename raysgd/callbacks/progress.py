@@ -322,12 +322,9 @@ def make_bar(stream: Any) -> LineBar:
 
     Otherwise, return a `LineBar`.
     """
-    if not is_watched(stream):
-        return LineBar(stream)
-    try:
-        return TqdmBar(stream)
-    except ImportError:
-        return LineBar(stream)
+    with contextlib.suppress(ImportError):
+        return (TqdmBar if is_watched(stream) else LineBar)(stream)
+    return LineBar(stream)
 
 
 def is_watched(stream: Any) -> bool:
@@ -354,7 +351,7 @@ def _while_there_is_a_reader() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # writing to a closed stream raises a `ValueError`
-        logging.getLogger(__name__).debug("the progress cannot be shown: %s", error)
+        logger.debug("the progress cannot be shown: %s", error)
 
 
 @contextlib.contextmanager

@@ -87,7 +87,10 @@ class LocalFolder(Folder):
         doomed = self._local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
         with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
             os.rename(self._local_path, doomed)
-            _remove(doomed)
+            if doomed.is_symlink():
+                doomed.unlink()
+            else:
+                shutil.rmtree(doomed)
 
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
         with _telling(f"copy `{source}` to `{self}`"):
@@ -135,7 +138,9 @@ class LocalFolder(Folder):
             if whole.exists() and not staged.exists():
                 return whole
             _transfers.sync_tree(staged._local_path)
-            _rename_to_new(staged._local_path, whole._local_path)
+            if whole._local_path.exists():
+                raise FileExistsError(errno.EEXIST, "a folder with this name exists already", whole.path)
+            os.rename(staged._local_path, whole._local_path)
             flush_to_disk(self._local_path)
         return whole
 
@@ -155,25 +160,5 @@ class LocalFolder(Folder):
         return []
 
 
-def _remove(folder: Path) -> None:
-    """Delete a folder. If it is a symbolic link, delete only the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
-
-
 def _is_hidden(name: str) -> bool:
     return name.startswith((_STAGED, _transfers.TEMPORARY))
-
-
-def _rename_to_new(source: Path, target: Path) -> None:
-    """Rename a folder, but do not replace an existing one.
-
-    Raises:
-        FileExistsError: `target` exists.
-        FileNotFoundError: `source` does not exist.
-    """
-    if target.exists():
-        raise FileExistsError(errno.EEXIST, "a folder with this name exists already", str(target))
-    os.rename(source, target)
