@@ -410,7 +410,9 @@ class RunCallbacks(Dispatcher):
 
         The library does not write the files of these loggers itself.
         """
-        return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
+        bases = (base for callback in self.callbacks for base in type(callback).__mro__)
+        names = (base.__name__ for base in bases if base.__module__.startswith("ray.tune.logger"))
+        return frozenset(DEFAULT_LOGGERS).intersection(names)
 
     @property
     def is_stopping(self) -> bool:
@@ -548,12 +550,3 @@ def _check_of_tune(callback: Any) -> None:
             f"`RunConfig(callbacks=[{callback!r}])`: need objects of subclasses of `ray.tune.Callback`, "
             f"`ray.tune.logger.LoggerCallback` or `raysgd.callbacks.Callback`{instead}"
         )
-
-
-def _default_loggers(callback: Any) -> list[str]:
-    """Return the names of the default loggers of Ray Tune from which the class of a callback derives."""
-    return [
-        base.__name__
-        for base in type(callback).__mro__
-        if base.__name__ in DEFAULT_LOGGERS and base.__module__.startswith("ray.tune.logger")
-    ]

@@ -22,6 +22,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd.callbacks.callback import Callback, Run
+from raysgd.core.arguments import is_number
 from raysgd.core.history import readable
 from raysgd.core.imports import require
 from raysgd.core.text import cards
@@ -167,7 +168,7 @@ class ProgressBar(Callback):
         These are the time, the throughput, and the number of workers if it has changed.
         """
         texts = {}
-        if readable.is_real(result.get("seconds")):
+        if is_number(result.get("seconds")):
             texts["time"] = readable.seconds(result["seconds"])
         speed = readable.samples_per_s(result)
         if speed is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._version import __version__
 from raysgd.callbacks.callback import Run, WritesFiles, given_path
+from raysgd.core.arguments import is_number
 from raysgd.core.files import replacing
 from raysgd.core.history import readable
 from raysgd.core.history.history import History, evenly, plain
@@ -199,7 +200,7 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     for name in sorted(readable.metrics_of(rows), key=lambda name: name == "lr"):
         base = name.removeprefix("train_").removeprefix("val_")
         values: list[Any] = [row.get(name) for row in rows]
-        can_be_drawn = any(readable.is_real(value) and abs(float(value)) <= _LARGEST for value in values)
+        can_be_drawn = any(is_number(value) and abs(float(value)) <= _LARGEST for value in values)
         if can_be_drawn and values not in groups.get(base, {}).values():
             groups.setdefault(base, {})[name] = values
     return {base: [*lines] for base, lines in groups.items()}

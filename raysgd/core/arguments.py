@@ -79,7 +79,10 @@ def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
 
 def is_number(value: Any) -> bool:
     """Return True for a finite real number of Python or NumPy, but not for a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that is too large for a float
+        return False
 
 
 def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bool = True) -> float:

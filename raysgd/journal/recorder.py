@@ -9,7 +9,7 @@ import math
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -283,7 +283,8 @@ def _as_block(waiting: Sequence[_Waiting], to_floats: ToFloats) -> StepBlock:
         norms[:] = [_largest([next(of_steps) for _ in each.norms]) for each in waiting]
     if (counts != 1).any():
         ends = counts.cumsum()
-        totals, weights = (_sums_of(np.split(each, ends[:-1])) for each in (totals, weights))
+        split = (np.split(each, ends[:-1]) for each in (totals, weights))
+        totals, weights = (np.array([exact_sum(part.tolist()) for part in parts]) for parts in split)
     return StepBlock(waiting[0].attempt, np.array([each.step for each in waiting]), totals, weights, norms)
 
 
@@ -294,10 +295,6 @@ def _read(values: Sequence[Any], to_floats: ToFloats) -> Column:
         read = iter(to_floats(tensors))
         values = [value if type(value) in PLAIN_NUMBERS else next(read) for value in values]
     return np.array(values, dtype=np.float64)
-
-
-def _sums_of(groups: Iterable[Column]) -> Column:
-    return np.array([exact_sum(each.tolist()) for each in groups])
 
 
 def exact_sum(numbers: Sequence[float]) -> float:

@@ -409,18 +409,13 @@ def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
         ValueError: The batches have fewer than `start` rows.
     """
     for batch in batches:
-        num_at_once = _num_at_once(batch.nbytes, batch.num_rows)
+        names, num_at_once = batch.schema.names, _num_at_once(batch.nbytes, batch.num_rows)
         for first in range(start, batch.num_rows, num_at_once):
-            yield from _rows_of_batch(batch.slice(first, num_at_once))
+            for values in zip(*map(_values, batch.slice(first, num_at_once).columns), strict=True):
+                yield dict(zip(names, values, strict=True))
         start = max(0, start - batch.num_rows)
     if start:
         raise ValueError(f"the shard ends {start} rows before the first row to read.")
-
-
-def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
-    names = batch.schema.names
-    for values in zip(*map(_values, batch.columns), strict=True):
-        yield dict(zip(names, values, strict=True))
 
 
 def _values(column: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
+from operator import itemgetter
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd.core.arguments import is_integer
@@ -297,7 +298,7 @@ class StreamSource:
         make: Callable[[list[Any]], Any] = own or frameworks
         join: Callable[[list[Any]], Any] = frameworks.join
         if own is not None:
-            make, join = (own, _only) if num == 1 else (list, partial(_collated, own))
+            make, join = (own, itemgetter(0)) if num == 1 else (list, partial(_collated, own))
         lanes = [lanes_of(number, num, len(watched)) for number in range(num)]
         makers = [BatchMaker(of_pass, watched[each.start : each.stop], make) for each in lanes]
         return LoaderProcesses(makers, join, loader.prefetch, frameworks.begin_process)
@@ -393,10 +394,6 @@ class StreamSource:
 def _collated(collate: Callable[[list[Any]], Any], parts: list[list[Any]]) -> Any:
     rows = [row for rows in parts for row in rows]
     return collated(collate, rows, [f"row {number} of the batch" for number in range(len(rows))])
-
-
-def _only(parts: list[Any]) -> Any:
-    return parts[0]
 
 
 class BatchesInOrder:

@@ -17,7 +17,7 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -101,7 +101,8 @@ class GlooConnections:
     def _find(self) -> list[OpenSocket]:
         connections, _ = opened_since({})
         hosts = {address.rpartition(":")[0] for connection in connections for address in connection.ends}
-        return between_ranks(connections, addresses_in(self._board.values, hosts))
+        listening = addresses_in(self._board.values, hosts)
+        return [connection for connection in connections if listening & set(connection.ends)]
 
 
 def as_written(address: str) -> bytes:
@@ -207,16 +208,6 @@ def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
         else:
             listening.extend(ends)
     return connections, listening
-
-
-def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSocket]:
-    """Return the sockets that connect two ranks.
-
-    Args:
-        own: Connected sockets of this process.
-        listening: Addresses at which ranks listen. A connection between ranks has one of these addresses at one end.
-    """
-    return [connection for connection in own if listening & set(connection.ends)]
 
 
 def _identity(number: int) -> int:

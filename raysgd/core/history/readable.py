@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from raysgd.core.arguments import did_you_mean
+from raysgd.core.arguments import did_you_mean, is_number
 
 if TYPE_CHECKING:
     from raysgd.core.engine.shared.group_events import GroupEvent
@@ -89,17 +89,9 @@ def samples_per_s(row: Mapping[str, Any]) -> float | None:
     Return None if either entry is missing or not a finite number, or if `seconds` is 0.
     """
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
-    if not is_real(num_samples) or not is_real(took) or not took:
+    if not is_number(num_samples) or not is_number(took) or not took:
         return None
-    return float(num_samples) / float(took)  # type: ignore[arg-type]
-
-
-def is_real(value: Any) -> bool:
-    """Return True for a number that can be plotted. NaN, infinity and integers too large for a float cannot."""
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
+    return float(num_samples) / float(took)
 
 
 def is_metric(name: str, value: Any) -> bool:
@@ -107,9 +99,9 @@ def is_metric(name: str, value: Any) -> bool:
 
     Counts, durations and the entries `last_...` are not shown.
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
     is_count = name in _NOT_A_RESULT or name.endswith((_SAMPLES, _SECONDS)) or name == "val_batch_count"
-    return is_number and not is_count and not name.startswith(_LAST)
+    return is_real and not is_count and not name.startswith(_LAST)
 
 
 def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -173,7 +165,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int)
     table = []
     for place, row in [*enumerate(rows, start=1)][-most:]:
         values = [number(row[name]) if row.get(name) is not None else "" for name in names]
-        took = seconds(row["seconds"]) if is_real(row.get("seconds")) else ""
+        took = seconds(row["seconds"]) if is_number(row.get("seconds")) else ""
         table.append([str(row.get("epoch", place)), *values, took])
     if any(cells[-1] for cells in table):
         return ["epoch", *names, "time"], table

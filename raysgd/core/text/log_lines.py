@@ -109,13 +109,10 @@ class LogRelay:
                 speakers.setdefault(note, []).append(speaker)
         for note, who in speakers.items():
             if (note.name, note.text) not in self._told:
-                self._remember(note)
+                if len(self._told) >= _MOST_TOLD:
+                    self._told.clear()
+                self._told.add((note.name, note.text))
                 logging.getLogger(note.name).log(note.level, "%s: %s", _named(who), note.text)
-
-    def _remember(self, note: WorkerLogLine) -> None:
-        if len(self._told) >= _MOST_TOLD:
-            self._told.clear()
-        self._told.add((note.name, note.text))
 
 
 def install() -> None:
