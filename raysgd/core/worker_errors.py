@@ -5,13 +5,14 @@ Such an exception is also an instance of the class of the error that user code r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from raysgd.core.text.frames import shows_all_frames, with_code
 from raysgd.core.text.log_lines import named
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import TrainingFailedError, WorkerError, WorkerFault, made_from_parts, slots_of
 
+_ErrorT = TypeVar("_ErrorT", bound=Exception)
 _MOST_NODES = 8
 _MOST_FAULTS = 3
 _PUBLIC_MODULE = WorkerError.__module__
@@ -70,7 +71,7 @@ def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> Worker
         aftermath: Sentences for the end of the message, about what happens to the trainer's workers.
     """
     original = faults[0].error
-    error = _as_both(original) if original is not None else _DescribedError(faults[0].message)
+    error = _joined(_DescribedError, original) if original is not None else _DescribedError(faults[0].message)
     error.faults, error.aftermath = tuple(faults), aftermath
     error.__suppress_context__ = True
     if original is not None:
@@ -80,20 +81,14 @@ def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> Worker
     return error
 
 
-def _as_both(original: BaseException) -> WorkerError:
-    """Return a `WorkerError` that also has the class, arguments and attributes of the original exception.
+def _joined(own: type[_ErrorT], original: BaseException, also: type[Exception] | None = None) -> _ErrorT:
+    """Return an error of the class `own` that also has the class, arguments and attributes of the original exception.
 
-    If such an exception cannot be created, return a plain `WorkerError`.
+    If such an error cannot be created, return a plain one.
     """
-    error = _joined(_DescribedError, original)
-    assert isinstance(error, WorkerError)
-    return error
-
-
-def _joined(own: type[Exception], original: BaseException, also: type[Exception] | None = None) -> BaseException:
     try:
         both = _class_of_both(own, type(original), also)
-        return made_from_parts(both, original.args, original.__dict__, tuple(slots_of(original)))
+        return cast("_ErrorT", made_from_parts(both, original.args, original.__dict__, tuple(slots_of(original))))
     # The user's class may not allow subclasses or this way of creating objects; the original is still the cause.
     except Exception:
         return own(str(original))
@@ -123,7 +118,6 @@ def training_failed_error(
     original = failure.faults[0].error if isinstance(failure, WorkerError) and failure.faults else None
     cause = failure if original is None else original
     error = _joined(_DescribedFailure, cause, also)
-    assert isinstance(error, _DescribedFailure)
     error.failure, error.advice, error.also = failure, advice, also
     error.__cause__ = cause
     return error

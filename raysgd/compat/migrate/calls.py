@@ -23,16 +23,10 @@ _TRAINERS = {
     for method in ("", ".as_trainable")
 }
 _OPERATORS = {f"{module}.TrainingOperator" for module in ("raysgd", "raysgd.torch", "raysgd.torch.training_operator")}
-_TRIALS = {
-    "ray.tune.Trainable",
-    "ray.tune.trainable.Trainable",
-    "ray.util.sgd.pytorch.PyTorchTrainable",
-    "ray.util.sgd.pytorch.pytorch_trainer.PyTorchTrainable",
-}
 _OPTIMIZERS = ".keras.optimizers."
 _REPORT = "ray.tune.report"
 _TABLES = read_table(__file__)
-_ADVICE = _TABLES["advice"]
+ADVICE = _TABLES["advice"]
 
 
 def _by_function(kind: str) -> dict[str, dict[str, str]]:
@@ -49,15 +43,7 @@ RENAMED = _by_function("renamed: ")
 """For each Ray function, the arguments that current Ray has renamed, each with its new name."""
 RETIRED = _by_function("retired: ")
 """For each Ray function, the arguments that current Ray no longer accepts, each with advice on what to do instead."""
-_ABSOLUTE = {
-    "os.getcwd",
-    "os.path.abspath",
-    "os.path.realpath",
-    "pathlib.Path.cwd",
-    "pathlib.Path.home",
-    "tempfile.mkdtemp",
-}
-"""Functions that return an absolute path, so that a call to `os.path.abspath` around them is not needed."""
+_TRIALS, _ABSOLUTE = (set(_TABLES["names"][title].split()) for title in ("trials", "absolute"))
 _EXPANDING = "os.path.expanduser"
 _REMOTE = "ray.remote"
 
@@ -94,7 +80,7 @@ def methods_to_change(
                 param.name.value == "context" for param in method.params.params
             )
             if not passes_on or '"world_rank"' in cst.Module([method]).code.replace("'", '"'):
-                yield method, _ADVICE["constructor"]
+                yield method, ADVICE["constructor"]
 
 
 class Calls:
@@ -203,7 +189,7 @@ class Calls:
                 self._tell(old, text, is_error=True)
             hook = arg.value if name_of(arg) == "initialization_hook" else None
             if isinstance(hook, cst.Name) and hook.value in self._with_parameters:
-                self._tell(old, _ADVICE["hook"].format(name=hook.value), is_error=True)
+                self._tell(old, ADVICE["hook"].format(name=hook.value), is_error=True)
         if any(arg.star == "**" for arg in args):
             self._tell(old, "`TorchTrainer(**...)`: look whether it holds arguments that were retired")
         if any(not arg.star and arg.keyword is None for arg in args):
@@ -264,7 +250,7 @@ class Calls:
             self._has_remote_trainer = True
         is_remote = isinstance(call.func, cst.Attribute) and call.func.attr.value == "remote"
         if self._has_remote_trainer and is_remote and any(name_of(arg) in _CREATORS for arg in call.args):
-            self._tell(call, _ADVICE["remote trainer"], is_error=True)
+            self._tell(call, ADVICE["remote trainer"], is_error=True)
 
     def look_at_key(self, node: cst.CSTNode, key: cst.BaseExpression) -> None:
         """Report an expression if its key has been renamed in the results of `train` and `validate`.
@@ -295,23 +281,23 @@ class Calls:
         is every call in a program that uses `DistributedTrainableCreator`.
         """
         if self._is_distributed:
-            self._tell(old, _ADVICE["distributed"], is_error=True)
+            self._tell(old, ADVICE["distributed"], is_error=True)
             return new
         passed = {name_of(arg) for arg in new.args if not arg.star}
         if passed <= {None, "metrics", "checkpoint"} and not any(arg.star for arg in new.args):
             return new
         if None in passed or any(arg.star == "*" for arg in new.args):
-            self._tell(old, _ADVICE["metric"], is_error=True)
+            self._tell(old, ADVICE["metric"], is_error=True)
             return new
         return _with_dict(new)
 
     def _look_at_keras(self, call: cst.Call) -> None:
         if _is_call_of(call, "opt", "get_weights", "set_weights"):
-            self._tell(call, _ADVICE["weights"], is_error=True)
+            self._tell(call, ADVICE["weights"], is_error=True)
         is_function = (helpers.get_full_name_for_node(call.func) or "").endswith("save_model")
         path = call.args[:1] if _is_call_of(call, "model", "save") else call.args[1:2] if is_function else []
         if _is_without_ending(path):
-            self._tell(call, _ADVICE["save"], is_error=True)
+            self._tell(call, ADVICE["save"], is_error=True)
 
 
 def _is_call_of(call: cst.Call, owner: str, *methods: str) -> bool:

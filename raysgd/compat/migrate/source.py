@@ -14,6 +14,7 @@ import libcst as cst
 from libcst import helpers
 from libcst.metadata import MetadataWrapper
 
+from raysgd.compat.migrate.calls import ADVICE
 from raysgd.compat.migrate.names import Finding, OldNames
 from raysgd.compat.paths import Paths
 from raysgd.core.files import replacing
@@ -26,18 +27,9 @@ _OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|
 
 In these programs, `ray.util.iter` is replaced with `raysgd.util.iter`, although Ray still has a module of that name.
 """
-_LEFT_TO_RAY = (
-    "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "
-    "`ray.train`, such as `ray.train.ScalingConfig`, and refuses those of `ray.air`"
-)
-_TRAINERS_BESIDE = ". To have the other trainers rewritten, move them to a file without it"
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 _OLD_PACKAGES = (b"ray.util.sgd", b"ray.experimental.sgd")
 _TWICE = (b"ray.train", b"ray.air", b"ray.ml")
-_NOTEBOOK = (
-    "a notebook is not rewritten: run `jupytext --to py:percent {path}`, migrate `{code}`, and run `jupytext --update "
-    "--to ipynb {code}`, which keeps the outputs"
-)
 
 
 @dataclass(frozen=True)
@@ -130,7 +122,7 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
         return MigratedProgram(b"", b"", [Finding(1, f"it cannot be read: {error}", is_error=True)], path)
     if path.suffix == ".ipynb":
         is_old = any(name in before for name in (*_OLD_PACKAGES, *_TWICE * ray_train))
-        text = _NOTEBOOK.format(path=path, code=path.with_suffix(".py"))
+        text = ADVICE["notebook"].format(path=path, code=path.with_suffix(".py"))
         return MigratedProgram(before, before, [Finding(1, text, is_error=True)] * is_old, path)
     return replace(migrate(before, ray_train), path=path)
 
@@ -191,9 +183,9 @@ def _left_to_ray(names: OldNames) -> Iterator[Finding]:
 
     Such a trainer accepts only Ray's own configs, so the program must continue to import these from Ray.
     """
-    ours = _TRAINERS_BESIDE if names.has_trainers else ""
+    ours = f". {ADVICE['trainers beside']}" if names.has_trainers else ""
     for name, line in names.trainers_of_ray.items():
-        yield Finding(line, f"`{name}` is Ray's own: {_LEFT_TO_RAY}{ours}")
+        yield Finding(line, f"`{name}` is Ray's own: {ADVICE['left to Ray']}{ours}")
 
 
 def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Finding]) -> tuple[OldNames, cst.Module]:
