@@ -26,7 +26,7 @@ nodes also send small arrays directly to all. ADR 35 explains the choices.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -384,25 +384,13 @@ class Chain:
         Args:
             *parts: The buffers. The source sends from them. Each other rank receives into them and forwards each piece.
         """
-        held: Bytes | None = None
-        for piece in self._pieces(parts):
-            if self._before is None:
-                self._send(piece)
-            else:
-                self._move(self._to_next(held), {self._before: piece})
-            held = piece
-        if self._before is not None:
-            self._send(held)
+        size = self._piece_bytes
+        pieces = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
+        incoming = [] if self._before is None else pieces
+        outgoing = [] if self._after is None else pieces if self._before is None else [None, *pieces]
+        for sent, received in itertools.zip_longest(outgoing, incoming):
+            self._move(_with(self._after, sent), _with(self._before, received))
 
-    def _send(self, piece: Bytes | None) -> None:
-        outgoing = self._to_next(piece)
-        if outgoing:
-            self._move(outgoing, {})
 
-    def _to_next(self, piece: Bytes | None) -> dict[int, Bytes]:
-        return {} if self._after is None or piece is None else {self._after: piece}
-
-    def _pieces(self, parts: Sequence[Bytes]) -> Iterator[Bytes]:
-        for part in parts:
-            for start in range(0, len(part), self._piece_bytes):
-                yield part[start : start + self._piece_bytes]
+def _with(rank: int | None, piece: Bytes | None) -> dict[int, Bytes]:
+    return {} if rank is None or piece is None else {rank: piece}
