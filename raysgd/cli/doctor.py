@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -18,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import takewhile
 from typing import Any, Literal
 
 from raysgd.core.cluster.ray_cluster import init_ray
@@ -161,13 +161,8 @@ def _numbers(version: str) -> tuple[int, ...]:
     >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1"), _numbers("2.6.0") < _numbers("2.16")
     ((2, 13, 0), (2, 6, 0), True)
     """
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(takewhile(str.isdigit, part))
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def check_gpus() -> CheckResult:

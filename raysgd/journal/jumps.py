@@ -27,6 +27,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TypeAlias
 
 _Function: TypeAlias = Callable[[float], float]
@@ -70,35 +71,27 @@ class _Range:
 
     Args:
         most: Distance from the median at which a loss is outside the range, however noisy the losses were before.
+        values: The first losses.
     """
 
-    def __init__(self, most: float) -> None:
+    def __init__(self, most: float, values: Sequence[float] = ()) -> None:
         self._most = most
-        self._begin()
-
-    def _begin(self) -> None:
         self._near = deque[float](maxlen=_NEAR)
         self._recent, self._sorted = deque[float](), list[float]()
-
-    def add(self, value: float) -> None:
-        if len(self._near) >= _FEWEST_NEAR:
-            self._add_distance(value - _median(sorted(self._near)))
-        self._near.append(value)
-
-    def _add_distance(self, distance: float) -> None:
-        self._recent.append(distance)
-        insort(self._sorted, distance)
-        if len(self._recent) > WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-
-    def restart(self, values: Sequence[float]) -> None:
-        self._begin()
         for value in values:
             self.add(value)
 
+    def add(self, value: float) -> None:
+        if len(self._near) >= _FEWEST_NEAR:
+            self._recent.append(value - median(self._near))
+            insort(self._sorted, self._recent[-1])
+            if len(self._recent) > WINDOW:
+                del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._near.append(value)
+
     @property
     def median(self) -> float:
-        return _median(sorted(self._near)) if self._is_known else math.nan
+        return median(self._near) if self._is_known else math.nan
 
     @property
     def _is_known(self) -> bool:
@@ -110,8 +103,8 @@ class _Range:
         if not self._is_known:
             return math.nan
         farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
-        middle = _median(self._sorted)
-        usual = _median(sorted(abs(each - middle) for each in self._sorted)) * 1.4826
+        middle = median(self._sorted)
+        usual = median(abs(each - middle) for each in self._sorted) * 1.4826
         return self.median + min(max(_TIMES_FARTHEST * farthest, _TIMES_USUAL * usual, _LEAST), self._most)
 
 
@@ -143,8 +136,7 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
         else:
             found.append(Jump(index, index, loss, from_scale(usual.median), from_scale(limit)))
         if len(outside) >= _NEW_RANGE:
-            usual.restart(outside)
-            outside = []
+            usual, outside = _Range(most, outside), []
     return found
 
 
@@ -158,14 +150,9 @@ def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function, float]:
     known = [loss for loss in losses if math.isfinite(loss)]
     if min(known, default=0.0) >= 0:
         return (lambda loss: math.log(max(loss, _LEAST_LOSS))), _exp, math.log(_MOST)
-    size = _median(sorted(map(abs, known))) or 1.0
+    size = median(map(abs, known)) or 1.0
     return (lambda loss: loss / size), (lambda value: value * size), _MOST
 
 
 def _exp(value: float) -> float:
     return math.inf if value > _MOST_LOG else math.exp(value)
-
-
-def _median(ordered: Sequence[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

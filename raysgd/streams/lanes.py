@@ -11,7 +11,7 @@ contributes the first row of a pass. This module only computes with numbers of r
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -163,14 +163,8 @@ def spread_order(num_lanes: int) -> list[int]:
     >>> spread_order(8)
     [0, 4, 2, 6, 1, 5, 3, 7]
     """
-    return sorted(range(num_lanes), key=lambda lane: list(_binary_digits(lane, num_lanes)))
-
-
-def _binary_digits(number: int, end: int) -> Iterator[int]:
-    """Yield the binary digits of a number below `end`, with the least significant digit first."""
-    while end > 1:
-        yield number % 2
-        number, end = number // 2, (end + 1) // 2
+    num_digits = (num_lanes - 1).bit_length()
+    return sorted(range(num_lanes), key=lambda lane: f"{lane:0{num_digits}b}"[::-1])
 
 
 ENDLESS = 2**62

@@ -131,12 +131,8 @@ class Group:
         if len(self._scratch) < num_rows * width * dtype.itemsize:
             self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
         free = self._scratch[: num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
-        buffers, start = {}, 0
-        for rank in self._others:
-            if counts[rank]:
-                buffers[rank] = free[start : start + counts[rank]]
-                start += counts[rank]
-        return buffers
+        pieces = np.split(free, np.cumsum([counts[rank] for rank in self._others])[:-1])
+        return {rank: piece for rank, piece in zip(self._others, pieces, strict=True) if counts[rank]}
 
     def is_quick_for(self, num_bytes: int) -> bool:
         """Return True if this class sums an array of this size at least as fast as gloo.

@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from raysgd.core.text.printable import printable_lines
 
@@ -205,12 +206,8 @@ def listed(ranks: Collection[int]) -> str:
 
     Four or more consecutive ranks become a range such as `0-3`.
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    distances = groupby(enumerate(sorted(ranks)), lambda each: each[1] - each[0])  # equal for consecutive ranks
+    runs = [[rank for _, rank in run] for _, run in distances]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs)
 
 

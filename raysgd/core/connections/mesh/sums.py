@@ -332,18 +332,12 @@ def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
     The children are in the order in which the rank sends to them. In each round of messages, the number of ranks that
     have the data doubles.
     """
-    place, above = list(ranks).index(rank), None
-    reach = 1
-    while reach < len(ranks):
-        reach *= 2
-    passed_on = []
-    step = reach // 2
-    while step:
+    place, above, passed_on = list(ranks).index(rank), None, list[int]()
+    for step in reversed(doubled(len(ranks))):
         if place % (2 * step) == 0 and place + step < len(ranks):
             passed_on.append(ranks[place + step])
         elif place % (2 * step) == step:
             above = ranks[place - step]
-        step //= 2
     return above, passed_on
 
 
