@@ -11,6 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -79,17 +80,15 @@ class StepBlock:
         Args:
             chosen: For each step, True to include the step.
         """
-        columns = self.steps, self.totals, self.weights, self.norms
-        return StepBlock(self.attempt, *(each[chosen] for each in columns))
+        return StepBlock(self.attempt, *(each[chosen] for each in self._columns))
 
     def and_then(self, later: StepBlock) -> StepBlock:
         """Return one report about the steps in this report and in a later report of the same worker."""
-        pairs = zip(
-            (self.steps, self.totals, self.weights, self.norms),
-            (later.steps, later.totals, later.weights, later.norms),
-            strict=True,
-        )
-        return StepBlock(self.attempt, *map(np.concatenate, pairs))
+        return StepBlock(self.attempt, *map(np.concatenate, zip(self._columns, later._columns, strict=True)))
+
+    @property
+    def _columns(self) -> tuple[Column, ...]:
+        return self.steps, self.totals, self.weights, self.norms
 
 
 class _WaitingLine(NamedTuple):
@@ -197,16 +196,10 @@ class StepRecorder(WorkerCallback):
         with self._removing:
             while self._reports and self._reports[0].number <= after:
                 self._reports.popleft()
-        waiting, found, steps = list(self._reports), list[Report](), list[_Waiting]()
-        for each in (*waiting, None):
-            if isinstance(each, _Waiting):
-                steps.append(each)
-                continue
-            if steps:
-                found.append(_as_block(steps, to_floats))
-                steps = []
-            if each is not None:
-                found.append(each.report)
+        waiting, found = list[Any](self._reports), list[Report]()
+        for are_steps, group in groupby(waiting, lambda each: isinstance(each, _Waiting)):
+            some = list(group)
+            found += [_as_block(some, to_floats)] if are_steps else [line.report for line in some]
         return (waiting[-1].number if waiting else after), found
 
 

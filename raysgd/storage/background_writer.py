@@ -143,7 +143,6 @@ class BackgroundWriter:
     def _drain(self) -> None:
         with self._changed:
             thread = self._thread
-            self._changed.wait_for(lambda: self._thread is not thread or thread is None)
         if thread is not None:
             thread.join()
 

@@ -91,7 +91,7 @@ def samples_per_s(row: Mapping[str, Any]) -> float | None:
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
     if not is_number(num_samples) or not is_number(took) or not took:
         return None
-    return float(num_samples) / float(took)
+    return float(num_samples) / float(took)  # type: ignore[arg-type]
 
 
 def is_metric(name: str, value: Any) -> bool:
