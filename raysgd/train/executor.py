@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,64 +25,6 @@ from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.driver.leaving import Leaving
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """The validated arguments of a run. They are validated by `checked`, before the run creates anything.
-
-    Attributes:
-        function: The user's function, with its config bound.
-        dataset: The data to shard across the workers; None for a run without data.
-        checkpoint: Content of the checkpoint that the run starts from; None to start from the beginning.
-        checkpoint_strategy: Decides which checkpoints to keep; None to keep all.
-    """
-
-    function: Callable[[], Any]
-    dataset: Any = None
-    checkpoint: dict[str, Any] | None = None
-    checkpoint_strategy: CheckpointStrategy | None = None
-
-    @classmethod
-    def checked(
-        cls,
-        train_func: Callable[..., Any],
-        config: Any = None,
-        dataset: Any = None,
-        checkpoint: Mapping[str, Any] | str | Path | None = None,
-        checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
-    ) -> RunPlan:
-        """Create a plan from a user's arguments.
-
-        Raises:
-            ValueError: The function takes more than one argument, or the file `checkpoint` does not exist.
-            TypeError: An argument has the wrong type.
-            UnpicklableError: The function or its config cannot be pickled. This is also a `TypeError`.
-        """
-        function = without_arguments(train_func, config)
-        check_dataset(dataset)
-        strategy = checked_strategy(checkpoint_strategy)
-        begin_from = load_checkpoint(checkpoint)
-        packed_bytes("`train_func`", train_func)
-        packed_bytes("`config`", config)
-        return cls(function, dataset, begin_from, strategy)
-
-    def start(
-        self,
-        workers: FunctionWorkers,
-        checkpoints: CheckpointManager,
-        run_dir: Path | Folder | None = None,
-        latest_checkpoint_id: int | None = None,
-        leaving: Leaving | None = None,
-    ) -> FunctionRun:
-        """Start the function on all workers; see `BackendExecutor.start_training`."""
-        workers.check_free()
-        checkpoints.begin_run(run_dir, self.checkpoint, self.checkpoint_strategy, latest_checkpoint_id)
-        data = DividedData(self.dataset) if self.dataset is not None else None
-        spec = workers.function_spec(self.function, checkpoints.score_attribute)
-        run = FunctionRun(workers, spec, data, leaving=leaving)
-        run.start()
-        return run
-
-
 class RunsFunctions:
     """Base class of `Trainer` and `BackendExecutor`: workers that run functions, and the checkpoints of the functions.
 
@@ -102,6 +43,45 @@ class RunsFunctions:
         self._workers = FunctionWorkers(
             config, scaling, restarts, self._checkpoints, heartbeat_s=heartbeat_s, placement=placement
         )
+
+    def _checked(
+        self,
+        train_func: Callable[..., Any],
+        config: Any,
+        dataset: Any,
+        checkpoint: Mapping[str, Any] | str | Path | None,
+        checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None,
+    ) -> Callable[..., FunctionRun]:
+        """Check a user's arguments before the run creates anything, and return a function that starts the run.
+
+        The function takes the folder of the run, the number of the last checkpoint, and the `Leaving`.
+
+        Raises:
+            InactiveWorkerGroupError: There are no workers.
+            TrainBackendError: A function is already running.
+            ValueError: The function takes more than one argument, or the file `checkpoint` does not exist.
+            TypeError: An argument has the wrong type.
+            UnpicklableError: The function or its config cannot be pickled. This is also a `TypeError`.
+        """
+        function = without_arguments(train_func, config)
+        check_dataset(dataset)
+        strategy = checked_strategy(checkpoint_strategy)
+        begin_from = load_checkpoint(checkpoint)
+        packed_bytes("`train_func`", train_func)
+        packed_bytes("`config`", config)
+        self._workers.check_free()
+
+        def start(
+            run_dir: Path | Folder | None, latest_id: int | None = None, leaving: Leaving | None = None
+        ) -> FunctionRun:
+            self._checkpoints.begin_run(run_dir, begin_from, strategy, latest_id)
+            data = DividedData(dataset) if dataset is not None else None
+            spec = self._workers.function_spec(function, self._checkpoints.score_attribute)
+            run = FunctionRun(self._workers, spec, data, leaving=leaving)
+            run.start()
+            return run
+
+        return start
 
     @property
     def is_started(self) -> CallableFlag:
@@ -245,8 +225,8 @@ class BackendExecutor(RunsFunctions):
             ValueError: The file `checkpoint` does not exist.
             TypeError: An argument has the wrong type.
         """
-        plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self._run = plan.start(self._workers, self._checkpoints, run_dir, latest_checkpoint_id)
+        start = self._checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
+        self._run = start(run_dir, latest_checkpoint_id)
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Return the metrics of all workers at their next report, or None if all functions have finished."""

@@ -43,7 +43,7 @@ from raysgd.train.constants import (
     BASIC_AUTOFILLED_KEYS,
     DETAILED_AUTOFILLED_KEYS,
 )
-from raysgd.train.executor import RunPlan, RunsFunctions
+from raysgd.train.executor import RunsFunctions
 from raysgd.train.utils import construct_path, without_arguments
 from raysgd.train.worker_group import WorkerHandle
 from raysgd.trainer.configuration.placement import Placement
@@ -228,12 +228,11 @@ class Trainer(RunsFunctions, Detachable):
                 signal. The newest checkpoint is stored.
         """
         calls, leaving = TrainerCallbacks(callbacks), Leaving()
-        plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self._workers.check_free()
+        start = self._checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         run_dir = self.create_run_dir()
         with leaving.listening(self._workers.expect_end):  # after the workers start, because Ray sets handlers then
             with calls.around(run_dir, config):
-                iterator = TrainingIterator(plan.start(self._workers, self._checkpoints, run_dir, leaving=leaving))
+                iterator = TrainingIterator(start(run_dir, leaving=leaving))
                 with OnFailure(self._workers.abort):
                     for results in iterator:
                         newest = self.latest_checkpoint_path if calls.are_told_of_checkpoints else None
@@ -255,9 +254,8 @@ class Trainer(RunsFunctions, Detachable):
         The arguments are those of `run`, without `callbacks`. `run` also lists the errors, of which `CallbackError` and
         `Preempted` are not raised here.
         """
-        plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self._workers.check_free()
-        return TrainingIterator(plan.start(self._workers, self._checkpoints, self.create_run_dir()))
+        start = self._checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
+        return TrainingIterator(start(self.create_run_dir()))
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Start and connect the workers, and create an object of your class in each worker.

@@ -9,10 +9,11 @@ import pytest
 
 from raysgd.air import ScalingConfig
 from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train._workers import WORDS, FunctionWorkers, check_elastic, preemption_of
 from raysgd.train.backend import BackendConfig, PlacedConnection
 from raysgd.train.checkpoint import CheckpointManager, write_checkpoint
-from raysgd.train.executor import BackendExecutor, RunPlan
+from raysgd.train.executor import BackendExecutor
 from raysgd.train.torch import TorchConfig
 from raysgd.trainer.configuration.placement import Placement
 
@@ -93,18 +94,22 @@ def test_functions_can_go_on_with_fewer_workers_where_gloo_connects_them(
     check_elastic(TorchConfig(), ScalingConfig(num_workers=(2, 3), elastic=True), 1)
 
 
-# ------------------------------------------------------------------------------------------------- the plan of a run
+# ------------------------------------------------------------------------------------------------- the start of a run
 
 
 def nothing() -> None: ...
 
 
-def test_a_checkpoint_is_read_from_its_file_once(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_from_its_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint"
     write_checkpoint({"epoch": 3}, path)
-    plan = RunPlan.checked(nothing, checkpoint=path)
+    executor = BackendExecutor(BackendConfig())
+    monkeypatch.setattr(executor._workers, "check_free", lambda: None)
+    start = executor._checked(nothing, None, None, path, None)
     path.unlink()
-    assert plan.checkpoint == {"epoch": 3}
+    with pytest.raises(InactiveWorkerGroupError):
+        start(None)
+    assert executor.checkpoint_manager.restart_point == {"epoch": 3}
 
 
 def test_a_preemption_names_the_ranks_and_the_first_deadline() -> None:
