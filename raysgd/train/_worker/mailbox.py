@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from functools import partial
+from itertools import count
 from typing import Any
 
 from raysgd.exceptions import OnFailure
@@ -212,25 +214,20 @@ class PendingCheckpoints:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._copies: dict[int, Any] = {}
-        self._open: set[int] = set()
-        self._wanted: dict[int, Any] = {}
-        self._num = 0
-
-    def keep(self, copy: Any) -> int:
-        """Store a copy until it is fetched, and return its token."""
-        with self._changed:
-            self._num += 1
-            self._copies[self._num] = copy
-            return self._num
+        self._tokens = count(1)
+        self._pending: dict[int, tuple[Future[Any], Future[Any]]] = {}  # the driver's request, and the copy
 
     def announce(self) -> int:
         """Return a token for a checkpoint that is copied only if the driver fetches it."""
-        with self._changed:
-            self._num += 1
-            self._open.add(self._num)
-            return self._num
+        token = next(self._tokens)
+        self._pending[token] = Future(), Future()
+        return token
+
+    def keep(self, copy: Any) -> int:
+        """Store a copy until it is fetched, and return its token."""
+        token = self.announce()
+        self._pending[token][1].set_result(copy)
+        return token
 
     def copy_if_fetched(self, token: int, make_copy: Callable[[Any], Any]) -> None:
         """Block the function until the driver requests or refuses an announced checkpoint. If requested, copy it.
@@ -239,26 +236,23 @@ class PendingCheckpoints:
             token: The token from `announce`.
             make_copy: Function that creates the copy. Its argument is the value `names` that was passed to `fetch`.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
-            if token not in self._open:
-                return
-            names = self._wanted[token]
-        with OnFailure(partial(self.refuse, token)):
-            copy = make_copy(names)
-        with self._changed:
-            self._copies[token] = copy
-            self._changed.notify_all()
+        try:
+            request, copy = self._pending[token]
+            names = request.result()
+        except (KeyError, CancelledError):  # the driver has refused the checkpoint
+            return
+        if copy.set_running_or_notify_cancel():  # from now on, `refuse` does not cancel the copy
+            with OnFailure(partial(copy.set_exception, KeyError(token))):
+                made = make_copy(names)
+            copy.set_result(made)
 
     def refuse(self, token: int) -> None:
         """Release a function that waits in `copy_if_fetched`, because the driver will not fetch its checkpoint.
 
-        Called from another thread while `copy_if_fetched` waits. If copying fails, `copy_if_fetched` itself calls this
-        method, so that `fetch` does not wait any longer.
+        Called from another thread while `copy_if_fetched` waits.
         """
-        with self._changed:
-            self._open.discard(token)
-            self._changed.notify_all()
+        for future in self._pending.pop(token, ()):
+            future.cancel()
 
     def fetch(self, token: int, names: Any = None) -> Any:
         """Wait for the copy with this token, remove it, and return it.
@@ -272,20 +266,19 @@ class PendingCheckpoints:
         Raises:
             KeyError: The copy does not exist anymore, or copying failed.
         """
-        with self._changed:
-            self._wanted[token] = names
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: token in self._copies or token not in self._open)
-            del self._wanted[token]
-            self._open.discard(token)
-            return self._copies.pop(token)
+        request, copy = self._pending[token]
+        try:
+            request.set_result(names)
+            return copy.result()
+        except (CancelledError, InvalidStateError):
+            raise KeyError(token) from None
+        finally:
+            self._pending.pop(token, None)
 
     def clear(self) -> None:
         """Discard all copies, and release functions that wait in `copy_if_fetched`.
 
         Called when the driver will not fetch any more of these copies.
         """
-        with self._changed:
-            self._copies.clear()
-            self._open.clear()
-            self._changed.notify_all()
+        for token in [*self._pending]:
+            self.refuse(token)

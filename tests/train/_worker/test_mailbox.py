@@ -122,3 +122,21 @@ def test_what_is_dropped_holds_nobody_up() -> None:
     for token in (kept, announced):
         with pytest.raises(KeyError):
             pending.fetch(token)
+
+
+def test_a_copy_that_fails_ends_the_wait_of_the_driver() -> None:
+    pending, raised = PendingCheckpoints(), list[Exception]()
+    token = pending.announce()
+
+    def copy() -> None:
+        try:
+            pending.copy_if_fetched(token, lambda names: {}[names])
+        except KeyError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    with pytest.raises(KeyError):
+        pending.fetch(token, "some name")
+    thread.join(60)
+    assert raised[0].args == ("some name",)
