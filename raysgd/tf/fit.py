@@ -17,6 +17,7 @@ from typing import Any
 from raysgd.tf.data.dataset_streams import Passes
 from raysgd.tf.objects import learning_rates, registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
+from raysgd.tf.parallel.step import assigned
 from raysgd.trainer.worker.replica_state import check_count, require
 
 _AT_STEPS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -171,14 +172,9 @@ class FitStream:
     def _close(self) -> None:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
 
-    @contextmanager
-    def calling(self, at_boundary: Callable[[], None]) -> Iterator[None]:
+    def calling(self, at_boundary: Callable[[], None]) -> AbstractContextManager[None]:
         """Inside the block, call a function before each step."""
-        self.at_boundary = at_boundary
-        try:
-            yield
-        finally:
-            self.at_boundary = None
+        return assigned(self, at_boundary=at_boundary)
 
     def begin_fit(self, first_epoch: int) -> bool:
         """Prepare for a call to Keras's `fit`. Return True if the call must resume an interrupted `fit`."""

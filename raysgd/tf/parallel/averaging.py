@@ -6,7 +6,7 @@ Each optimizer step runs one all-reduce for all its dense gradients. Sparse grad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from raysgd.core.connections.group import Array, Group
 from raysgd.core.state.host_buffers import HostBuffers
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
-from raysgd.tf.parallel.step import Exchange, TracedStep
+from raysgd.tf.parallel.step import Exchange, TracedStep, assigned
 from raysgd.trainer.worker.ledger import Ledger
 
 _EQUAL_WEIGHTS = 1e-6
@@ -52,19 +52,15 @@ class ExchangeRecord:
         """Reset the number of samples. Call this at the start of a training call."""
         self._num_samples = 0.0
 
-    @contextmanager
-    def measuring(self, ledger: Ledger) -> Iterator[None]:
+    def measuring(self, ledger: Ledger) -> AbstractContextManager[None]:
         """Count this rank's samples in the block, which runs a training call or a part of it, and measure its time.
 
         Args:
             ledger: Object to which the start and end of each exchange is reported, from now on.
         """
-        self._ledger, self._is_measuring = ledger, True
+        self._ledger = ledger
         ledger.begin_own_work()
-        try:
-            yield
-        finally:
-            self._is_measuring = False
+        return assigned(self, _is_measuring=True)
 
     @property
     def num_samples(self) -> int:

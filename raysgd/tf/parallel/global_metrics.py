@@ -6,7 +6,7 @@ The variables of metrics are merged as their `aggregation` says. Statistics such
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from raysgd.core.connections.group import Array, Group
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration
-from raysgd.tf.parallel.step import TracedStep
+from raysgd.tf.parallel.step import TracedStep, assigned
 
 _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 
@@ -106,14 +106,9 @@ class GlobalMetrics:
                 metric.total.assign((sums[:-1, index] / np.maximum(sums[:-1, 0], 1.0)).sum())
                 metric.count.assign(has_some.sum())
 
-    @contextmanager
-    def merging(self) -> Iterator[None]:
+    def merging(self) -> AbstractContextManager[None]:
         """Inside the block, let models return results over all ranks when an epoch or an evaluation ends."""
-        self._is_merging = True
-        try:
-            yield
-        finally:
-            self._is_merging = False
+        return assigned(self, _is_merging=True)
 
     def results_of(self, model: Any) -> Any:
         """Return a replacement for a model's `get_metrics_result` that returns results over all ranks."""

@@ -13,8 +13,8 @@ ADR 31 explains why gradients are averaged in the optimizer instance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from raysgd.core.connections.group import Group
@@ -27,7 +27,7 @@ from raysgd.tf.objects.datasets import num_samples
 from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord, GradientAverager
 from raysgd.tf.parallel.global_losses import GlobalLosses, refuse_by_name
 from raysgd.tf.parallel.global_metrics import GlobalMetrics, check_aggregation
-from raysgd.tf.parallel.step import TFStep, TracedStep, applying_zeros, repeat_with_zeros
+from raysgd.tf.parallel.step import TFStep, TracedStep, applying_zeros, assigned, repeat_with_zeros
 from raysgd.tf.parallel.undo import StepUndo
 
 
@@ -301,27 +301,17 @@ class Synchronizer:
         """Inside the block, let watched models return results over all ranks when an epoch or an evaluation ends."""
         return self._metrics.merging() if self.watches else nullcontext()
 
-    @contextmanager
-    def fitting(self, before_exchange: Callable[[], None]) -> Iterator[None]:
+    def fitting(self, before_exchange: Callable[[], None]) -> AbstractContextManager[None]:
         """Inside the block, call `before_exchange` before each gradient all-reduce of a Keras loop."""
-        self.exchanges.before_exchange = before_exchange
-        try:
-            yield
-        finally:
-            self.exchanges.before_exchange = None
+        return assigned(self.exchanges, before_exchange=before_exchange)
 
-    @contextmanager
-    def evaluating(self, together: bool) -> Iterator[None]:
+    def evaluating(self, together: bool) -> AbstractContextManager[None]:
         """Use this around a Keras evaluation, to scale losses according to how the ranks share the data.
 
         Args:
             together: True if each rank evaluates its part of the same global batches.
         """
-        self._losses.evaluates_together = together
-        try:
-            yield
-        finally:
-            self._losses.evaluates_together = False
+        return assigned(self._losses, evaluates_together=together)
 
 
 def refuse_xla(model: Any) -> None:

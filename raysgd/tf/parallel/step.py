@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,17 @@ def applying_zeros(optimizer: Any, variables: Sequence[Any], gradients: Sequence
     return apply
 
 
+@contextmanager
+def assigned(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values inside the block."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
+
+
 class TracedStep:
     """The step of a Keras loop that is being traced, or that runs eagerly.
 
@@ -143,19 +154,14 @@ class TracedStep:
         self.num_applied = 0
         self.is_test = False
 
-    @contextmanager
-    def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:
+    def tracing(self, num_samples: Any, is_test: bool) -> AbstractContextManager[None]:
         """Use this around a step that is traced or runs eagerly, to record its all-reduces.
 
         Args:
             num_samples: Number of samples in the step's batch.
             is_test: True in an evaluation step.
         """
-        self.num_samples, self.exchanges, self.num_applied, self.is_test = num_samples, [], 0, is_test
-        try:
-            yield
-        finally:
-            self.num_samples, self.exchanges, self.num_applied, self.is_test = None, [], 0, False
+        return assigned(self, num_samples=num_samples, exchanges=[], num_applied=0, is_test=is_test)
 
     def note_exchange(self, exchange: Exchange, is_applied: bool = False) -> None:
         """Record an all-reduce of the step that is being traced. Do nothing if no step is being traced.
