@@ -28,7 +28,7 @@ from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.shared_data import DataSharing, Requests
 from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.messages.joint_work import difference
 from raysgd.trainer.messages.weight_sums import ComparisonPace
 
@@ -46,10 +46,10 @@ def epoch_options(
     profile: bool = False,
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
-) -> EpochOptions:
+) -> EpochRequest:
     """Check the user's arguments to `train` or `validate`, and return the options of the call."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
-    return EpochOptions(checks.check_num_steps(num_steps), checks.check_info(info), profile)
+    return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile)
 
 
 class EpochLeft(Exception):
@@ -97,7 +97,7 @@ class TrainerCalls:
     def requests(
         self,
         name: str,
-        options: EpochOptions,
+        options: EpochRequest,
         dataset: Any,
         worlds: Sequence[World],
         sharing: DataSharing | None = None,
@@ -119,7 +119,7 @@ class TrainerCalls:
         life, facts = self.life, facts or self.life.facts
         sharing = sharing or life.sharing
         starts_over = options.starts_over or self._validation_starts_over
-        request = replace(options, starts_over=starts_over).with_seed(facts.seed)
+        request = replace(options, starts_over=starts_over, seed=facts.seed)
         requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
         # With `use_local`, rank 0 trains in the thread that otherwise waits for the workers and calls the listeners. So
         # rank 0 calls them between its steps.
@@ -132,7 +132,7 @@ class TrainerCalls:
 
     def train(
         self,
-        options: EpochOptions,
+        options: EpochRequest,
         max_retries: int = 3,
         dataset: Any = None,
         reduce_results: bool = True,
@@ -285,7 +285,7 @@ class TrainerCalls:
                 "`%s` is NaN: lower the learning rate, clip gradients, or look for NaN in the data", names[0]
             )
 
-    def start_validation(self, options: EpochOptions, dataset: Any, reduce_results: bool, blocking: bool) -> Any:
+    def start_validation(self, options: EpochRequest, dataset: Any, reduce_results: bool, blocking: bool) -> Any:
         """Validate, and return the result, or a handle to the call if `blocking` is False.
 
         Raises:
@@ -305,7 +305,7 @@ class TrainerCalls:
 
     def validate(
         self,
-        options: EpochOptions,
+        options: EpochRequest,
         dataset: Any,
         reduce_results: bool = True,
         of_fit: bool = False,
@@ -318,22 +318,22 @@ class TrainerCalls:
         record = self._begin("validation", of_fit, inside)
         return record(self._evaluated(options, dataset, reduce_results))
 
-    def test(self, options: EpochOptions, dataset: Any) -> Metrics:
+    def test(self, options: EpochRequest, dataset: Any) -> Metrics:
         """Evaluate on `dataset`, and return the metrics. Their names start with `test_`."""
         record = self._begin("test")
         return record(as_test(self._evaluated(options, dataset)))
 
-    def _evaluated(self, options: EpochOptions, dataset: Any, reduce_results: bool = True) -> Any:
+    def _evaluated(self, options: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
         answers = self.answers_of_validation(options, dataset)
         if not options.is_inside:
             self.life.framework.after_evaluation(self.life)
         return self._checked(answers, options, reduce_results)
 
-    def _checked(self, answers: Sequence[EpochAnswer], options: EpochOptions, reduce_results: bool) -> Any:
+    def _checked(self, answers: Sequence[EpochAnswer], options: EpochRequest, reduce_results: bool) -> Any:
         self.life.framework.check_answers(self.life, "validation", answers, options.num_steps)
         return self.life.framework.merged(answers, reduce_results)
 
-    def answers_of_validation(self, options: EpochOptions, dataset: Any) -> list[EpochAnswer]:
+    def answers_of_validation(self, options: EpochRequest, dataset: Any) -> list[EpochAnswer]:
         """Run a validation call, and return the workers' answers by rank.
 
         If the call raises an error, all ranks start the next validation from the first batch.
@@ -382,7 +382,7 @@ class TrainerCalls:
 
     def begin_validation(
         self,
-        options: EpochOptions,
+        options: EpochRequest,
         dataset: Any,
         reduce_results: bool,
         note: Callable[[RecordBeside, Any, float, float], object] | None = None,
@@ -419,7 +419,7 @@ class TrainerCalls:
 
     def begin_on_spare(
         self,
-        options: EpochOptions,
+        options: EpochRequest,
         dataset: Any,
         settings: ReplicaSettings,
         sharing: DataSharing,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number
 from raysgd.trainer.messages import replica_calls
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochOptions
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class ProgressListeners:
             for reader in tuple(self.step_readers):
                 reader(is_done)
 
-    def tell_end(self, kind: ProgressKind, options: EpochOptions, answer: EpochAnswer) -> None:
+    def tell_end(self, kind: ProgressKind, options: EpochRequest, answer: EpochAnswer) -> None:
         """Report to the listeners that a call has returned. After a training call, report this to the step readers too.
 
         Args:

@@ -23,13 +23,19 @@ VALIDATES = "validates"
 
 
 @dataclass(frozen=True)
-class EpochOptions:
-    """Options of one `train` or `validate` call, the same for all workers.
+class EpochRequest:
+    """The request of the driver to one worker for one `train` or `validate` call.
 
     Attributes:
         num_steps: Maximum number of steps, or None for no limit.
         info: The `info` that the user passed to `train` or `validate`, for the operator.
         profile: True if a worker must also return how long each phase of the call took.
+        seed: Seed of the random order in which samples are used.
+        shard_key: Key that identifies a dataset that the user passed to the call. None if the call uses the data that
+            the operator registered.
+        redraw: Function that a worker in the driver process calls between steps, about ten times a second. It passes
+            the progress to listeners such as a progress bar. If the driver is the only worker, the function also stops
+            a training call that must end early. None for other workers.
         starts_over: True to start an evaluation from the first batch, even if the last call stopped inside the data.
         compares_ranks: True if a worker must also return checksums of its weights.
         call_number: Number of the training call. A worker continues an unfinished call only if the request has the same
@@ -46,6 +52,9 @@ class EpochOptions:
     num_steps: int | None
     info: Mapping[str, Any]
     profile: bool
+    seed: int = 0
+    shard_key: str | None = None
+    redraw: Callable[[], None] | None = None
     starts_over: bool = field(default=False, kw_only=True)
     compares_ranks: bool = field(default=False, kw_only=True)
     call_number: int = field(default=0, kw_only=True)
@@ -53,28 +62,6 @@ class EpochOptions:
     hold_at: int | None = field(default=None, kw_only=True)
     is_inside: bool = field(default=False, kw_only=True)
     largest_batch: int | None = field(default=None, kw_only=True)
-
-    def with_seed(self, seed: int) -> EpochRequest:
-        """Return the request to send to workers that use this seed."""
-        return EpochRequest(**vars(self), seed=seed)
-
-
-@dataclass(frozen=True)
-class EpochRequest(EpochOptions):
-    """The request of the driver to one worker for one `train` or `validate` call.
-
-    Attributes:
-        seed: Seed of the random order in which samples are used.
-        shard_key: Key that identifies a dataset that the user passed to the call. None if the call uses the data that
-            the operator registered.
-        redraw: Function that a worker in the driver process calls between steps, about ten times a second. It passes
-            the progress to listeners such as a progress bar. If the driver is the only worker, the function also stops
-            a training call that must end early. None for other workers.
-    """
-
-    seed: int
-    shard_key: str | None = None
-    redraw: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ class EpochAnswer:
         num_used: Number of samples that all ranks together have trained on in the call. If the call spans several
             passes over the data, only the samples of the last pass count.
         call_number: Number of the training call that the worker has answered.
-        largest_batch: Number of samples that the worker processes at once. See `EpochOptions`.
+        largest_batch: Number of samples that the worker processes at once. See `EpochRequest`.
     """
 
     metrics: MetricSummary | None
