@@ -146,7 +146,7 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
         UnsafeCheckpointError: The file needs `weights_only=False`. This error is a `ValueError`.
         ValueError: The content is not a training state, or a newer version of raysgd wrote it.
     """
-    with mapped(path, weights_only=weights_only, maps=False) as state:
+    with mapped(path, weights_only=weights_only, maps=False) as (state, _):
         return state
 
 
@@ -168,7 +168,7 @@ class StateInFile:
 @contextlib.contextmanager
 def mapped(
     path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[dict[str, Any], StateInFile | None]]:
     """Read a checkpoint file like `read`, but map the tensors from the file instead of copying them into memory.
 
     Copy what you need inside the `with` block, and do not use the tensors after the block. Writing to a tensor does not
@@ -181,24 +181,16 @@ def mapped(
         name: Name that errors show instead of `path`, for example if `path` is a downloaded copy.
         maps: False to copy the tensors into memory instead of mapping them.
 
+    Yields:
+        The state, and a reference to the file for ranks on this node. The reference is None if the tensors are not
+        mapped from the file, or if the file may contain arbitrary objects.
+
     Raises:
         FileNotFoundError: The file does not exist.
         CheckpointCorruptedError: The file is damaged or not a checkpoint. Also raised at the end of the `with` block if
             another process wrote to the file during the block.
         UnsafeCheckpointError: The file needs `weights_only=False`.
         ValueError: The content is not a training state, or a newer version of raysgd wrote it.
-    """
-    with mapped_with_place(path, weights_only=weights_only, name=name, maps=maps) as (state, _):
-        yield state
-
-
-@contextlib.contextmanager
-def mapped_with_place(
-    path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
-) -> Iterator[tuple[dict[str, Any], StateInFile | None]]:
-    """Yield the state in a checkpoint file, as `mapped` does, and a reference to the file for ranks on this node.
-
-    The reference is None if the tensors are not mapped from the file, or if the file may contain arbitrary objects.
     """
     path = os.fspath(path)
     name = name or path

@@ -311,7 +311,7 @@ def load(
             state, report = _merged(life.snapshot(), saved, parts, strict)
             load_state(controller, state, held)
         else:
-            opened = checkpoint_file.mapped_with_place(path, weights_only=weights_only, name=name)
+            opened = checkpoint_file.mapped(path, weights_only=weights_only, name=name)
             state, reference = held.enter_context(opened)
             content = _checked(controller, state, is_file=True)
             if reference is None or not _load_by_mapping(controller, content, reference, held, name):
@@ -395,7 +395,7 @@ def _read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str
         return divided_folder.opened(path, weights_only).read_whole()
     if weights_file.is_weights_file(path):
         return weights_file.read(path, name)
-    return held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
+    return held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))[0]
 
 
 def _merged(
