@@ -10,6 +10,7 @@ import difflib
 import inspect
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields
@@ -99,6 +100,21 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
         limit = f"{least:g} or more" if may_be_least else f"more than {least:g}"
         raise ValueError(f"`{name}={masked(value)!r}`: need a number of seconds, {limit} and at most {_MAX_SECONDS}.")
     return value if isinstance(value, int | float) else float(value)
+
+
+def integer_from_environment(name: str, default: int, unit: str = "") -> int:
+    """Return the integer in an environment variable, or `default` if the variable is not set.
+
+    Raises:
+        ValueError: The variable's value is not an integer.
+    """
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"environment variable `{name}={text}`: need a whole number{unit}. Unset it for the default, {default}."
+        ) from None
 
 
 def check_auto_seconds(name: str, value: Any, none_means: str) -> None:

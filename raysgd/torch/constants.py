@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from raysgd.core.arguments import integer_from_environment
 
 USE_FP16 = "__use_fp16__"
 NUM_STEPS = "__num_steps__"
@@ -14,23 +14,7 @@ SCHEDULER_STEP_MANUAL = "manual"
 VALID_SCHEDULER_STEP = {SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_MANUAL}
 
 
-def _seconds_from_environment(name: str, default: int) -> int:
-    """Read a number of seconds from an environment variable.
-
-    Raises:
-        ValueError: The variable's value is not a whole number.
-    """
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"environment variable `{name}={text}`: need a whole number of seconds. Unset it for the "
-            f"default, {default}."
-        ) from None
-
-
 # Default timeout, in seconds, of collectives in an NCCL process group.
-NCCL_TIMEOUT_S = _seconds_from_environment("NCCL_TIMEOUT_S", 1800)
+NCCL_TIMEOUT_S = integer_from_environment("NCCL_TIMEOUT_S", 1800, " of seconds")
 # Longest time, in seconds, that a trainer waits at startup for Ray to reserve the workers' resources.
-SGD_PLACEMENT_GROUP_TIMEOUT_S = _seconds_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)
+SGD_PLACEMENT_GROUP_TIMEOUT_S = integer_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100, " of seconds")

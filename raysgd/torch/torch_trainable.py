@@ -98,16 +98,11 @@ def check_step(override_tune_step: Any) -> None:
     Raises:
         ValueError: `override_tune_step` is something else.
     """
-    if override_tune_step is None:
-        return
-    try:
-        names = [*inspect.signature(override_tune_step).parameters]
-    except (TypeError, ValueError):
-        raise ValueError(f"`override_tune_step={override_tune_step!r}`: need a function `(trainer, info)`.") from None
-    if len(names) != 2:
+    names = [*inspect.signature(override_tune_step).parameters] if callable(override_tune_step) else []
+    if override_tune_step is not None and len(names) != 2:
         raise ValueError(
-            f"`override_tune_step` takes {len(names)} arguments {names}: need two, the trainer and a dict with "
-            "`iteration`."
+            f"`override_tune_step={override_tune_step!r}`: need a function of two arguments, the trainer and a dict "
+            "with `iteration`."
         )
 
 

@@ -13,6 +13,7 @@ from raysgd.air.constants import TIMESTAMP as TIMESTAMP
 from raysgd.air.constants import TRAIN_DATASET_KEY as TRAIN_DATASET_KEY
 from raysgd.air.constants import TRAINING_ITERATION as TRAINING_ITERATION
 from raysgd.air.constants import WILDCARD_KEY as WILDCARD_KEY
+from raysgd.core.arguments import integer_from_environment
 
 BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
 
@@ -58,10 +59,4 @@ def env_integer(name: str, default: int) -> int:
     """
     if name not in os.environ:
         name = _FIRST_NAMES.get(name, name)
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"The environment variable {name}={text!r} must be an integer.") from None
+    return integer_from_environment(name, default)

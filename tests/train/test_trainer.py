@@ -100,7 +100,7 @@ def test_a_relative_folder_is_among_the_results(tmp_path: Path, monkeypatch: pyt
 
 def test_a_setting_of_the_environment_has_to_be_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "soon")
-    with pytest.raises(ValueError, match="TRAIN_PLACEMENT_GROUP_TIMEOUT_S='soon'"):
+    with pytest.raises(ValueError, match="`TRAIN_PLACEMENT_GROUP_TIMEOUT_S=soon`: need a whole number"):
         trainer(tmp_path)
 
 

@@ -191,11 +191,3 @@ def check_undo(undo: Any) -> None:
 def check_installed() -> None:
     """Check that TensorFlow is installed."""
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
-
-
-def reservation_timeout_s() -> float:
-    """Return the number of seconds that the trainer waits for resources when it starts workers.
-
-    The environment variable `SGD_PLACEMENT_GROUP_TIMEOUT_S` can set it. Default: 100.
-    """
-    return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

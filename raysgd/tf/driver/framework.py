@@ -56,7 +56,7 @@ class TFFramework(Framework):
         if group.num_gpus_per_worker < 1:
             variables |= GROWTH
         self.connection = TensorFlowConnection(variables, group.timeout_s, group.recovery.form_timeout_s)
-        self.reservation_timeout_s = arguments.reservation_timeout_s()
+        self.reservation_timeout_s = float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))
 
     def to_send(self, settings: TFSettings) -> TFSettings:
         """Return the settings to send to the workers.
