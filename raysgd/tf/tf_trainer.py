@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
 from raysgd.core.engine.shared.call import Call
+from raysgd.core.imports import require_installed
 from raysgd.core.text.printable import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.storage import files
@@ -153,9 +154,10 @@ class TFTrainer(ClassTrainer[OperatorT]):
         placement = chosen(Placement, given)
         group = chosen(GroupSettings, given, num_workers=num_workers, backend="sockets", placement=placement)
         group.refuse_spares((), "workers outside the driver, `Recovery(in_place=True)`")
-        arguments.check_undo(recovery.undo)
+        if recovery.undo is True:
+            raise ValueError("`undo=True` works with `TorchTrainer` only: omit it.")
         arguments.check_config(settings, num_workers)
-        arguments.check_installed()
+        require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
         num_gpus = arguments.choose_num_gpus(use_gpu, group)
         group, settings = replace(group, num_gpus_per_worker=num_gpus or 1), replace(settings, use_gpu=num_gpus > 0)
         self.model_creator, self.data_creator = model_creator, data_creator

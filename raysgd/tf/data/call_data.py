@@ -63,14 +63,15 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
 
 def kind_of(dataset: Any) -> Kind | None:
     """Return what kind of data a user passed to a call, such as "rows". Return None if the type is not supported."""
-    if _is_dataset(dataset) or isinstance(dataset, Stream):
+    if is_dataset(dataset) or isinstance(dataset, Stream):
         return "batches"
     kind = data_kinds.kind_of(dataset)
     # Datasets of the kind "shards" yield PyTorch tensors, which TensorFlow cannot use.
     return None if kind == "shards" else kind
 
 
-def _is_dataset(dataset: Any) -> bool:
+def is_dataset(dataset: Any) -> bool:
+    """Return True for a `tf.data.Dataset`, without importing TensorFlow."""
     tensorflow = sys.modules.get("tensorflow")
     return tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset)
 
@@ -171,12 +172,12 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     if isinstance(data, Stream):
         batches = BatchesInOrder(data, asked.size, ArrayCollate())  # plain arrays, without TensorFlow in the driver
         return source_of_batches(batches, batches.num_batches), ArrayContainer()
-    tensorflow = sys.modules.get("tensorflow")
-    if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
+    if is_dataset(data):
         return _of_dataset(data), ArrayContainer()
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
-    return source_of_batches(map(_as_given, data)), ArrayContainer()
+    given = (plain(tuple(each) if isinstance(each, list) else each) for each in data)
+    return source_of_batches(given), ArrayContainer()
 
 
 def _of_dataset(dataset: Any) -> PredictionSource:
@@ -188,11 +189,6 @@ def _of_dataset(dataset: Any) -> PredictionSource:
         )
     number = int(dataset.cardinality())
     return source_of_batches(dataset.as_numpy_iterator(), number if number >= 0 else None)
-
-
-def _as_given(batch: Any) -> Any:
-    """Return a batch that the user's iterator has yielded, with its tensors converted to NumPy arrays."""
-    return plain(tuple(batch) if isinstance(batch, list) else batch)
 
 
 def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:

@@ -135,10 +135,6 @@ class TFDividedSource:
     def _global(self, dataset: Any) -> Any:
         return datasets.global_batches(dataset, self._sharding, self._num_global)
 
-    def go_to_pass(self, index: int) -> bool:
-        """Ensure that the next pass over the dataset is the pass with this index. Return False if impossible."""
-        return self._passes.go_to(index)
-
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
         """Return what this source adds to a saved position in the data: the seed of the order."""
         return {"seed": self._seed}
@@ -151,7 +147,7 @@ class TFDividedSource:
         is_mid_pass = position["is_mid_pass"]
         num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
         is_same_order = position["seed"] == self._seed or not self._passes.is_shuffled
-        if is_same_order and self.go_to_pass(num_passes):
+        if is_same_order and self._passes.go_to(num_passes):
             return True
         if is_mid_pass:
             logger.warning(

@@ -11,7 +11,6 @@ from raysgd.core.arrays.data_kinds import kind_of
 from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
 from raysgd.core.connections.tensorflow import GROWTH
-from raysgd.core.imports import require_installed
 from raysgd.core.text.secrets import masked
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
@@ -180,14 +179,3 @@ def refuse_keras_file(checkpoint: Any) -> None:
             f"`checkpoint={masked(checkpoint)!r}`: `save` writes an archive of NumPy, which Keras does not read. Call "
             f"`trainer.get_model().save({str(checkpoint)!r})`, or save a `.npz` file to load it into a trainer."
         )
-
-
-def check_undo(undo: Any) -> None:
-    """Reject `undo=True`, which only `TorchTrainer` supports."""
-    if undo is True:
-        raise ValueError("`undo=True` works with `TorchTrainer` only: omit it.")
-
-
-def check_installed() -> None:
-    """Check that TensorFlow is installed."""
-    require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")

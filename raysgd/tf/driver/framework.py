@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,9 +51,10 @@ class TFFramework(Framework):
 
     def __init__(self, group: GroupSettings, settings: TFSettings) -> None:
         self.trains_with_fit = issubclass(settings.training_operator_cls, CreatorOperator)
-        self._seed, self._travels, variables = settings.seed, not group.is_driver_only, _variables_for_workers()
-        if group.num_gpus_per_worker < 1:
-            variables |= GROWTH
+        self._seed, self._travels = settings.seed, not group.is_driver_only
+        growth = GROWTH if group.num_gpus_per_worker < 1 else {}
+        log_level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
+        variables = {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": log_level, **growth}
         self.connection = TensorFlowConnection(variables, group.timeout_s, group.recovery.form_timeout_s)
         self.reservation_timeout_s = float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))
 
@@ -63,10 +63,9 @@ class TFFramework(Framework):
 
         If the `validation_data` of `fit_config` is a dataset, it is serialized.
         """
-        tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
-        if not self._travels or tensorflow is None or not isinstance(data, tensorflow.data.Dataset):
+        if not self._travels or not call_data.is_dataset(data):
             return settings
         packed = datasets.packed("config['fit_config']['validation_data']", data)
         config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
@@ -150,11 +149,3 @@ def checked_content_of(snapshot: Snapshot) -> Content:
     state, write = content_of(snapshot)
     checkpoint_file.check(state)
     return state, write
-
-
-def _variables_for_workers() -> dict[str, str]:
-    """Return the environment variables to set in workers before they import TensorFlow.
-
-    They select the Keras version, its backend, and TensorFlow's log level.
-    """
-    return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}

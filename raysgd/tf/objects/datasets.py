@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,12 +78,8 @@ def share_a_shuffle(first: Any, second: Any) -> bool:
 
 def _shuffles_of(dataset: Any) -> set[int]:
     own = {id(dataset)} if "Shuffle" in type(dataset).__name__ else set()
-    return own.union(*map(_shuffles_of, _inputs_of(dataset)))
-
-
-def _inputs_of(dataset: Any) -> Sequence[Any]:
     require_names(dataset, "_inputs")
-    return dataset._inputs()
+    return own.union(*map(_shuffles_of, dataset._inputs()))
 
 
 def unused_copy(dataset: Any) -> Any:

@@ -23,16 +23,12 @@ def begin_names() -> None:
     global _first_counts
     import tensorflow as tf
 
-    is_first = _first_counts is None
     reset_legacy = getattr(tf.keras.backend, "reset_uids", None)  # only tf_keras has this function
-    if reset_legacy is not None:
-        _first_counts = _first_counts or {}
-        if not is_first:
-            reset_legacy()
-        return
-    counts = _counts_of_keras()
+    counts = _counts_of_keras() if reset_legacy is None else {}
     if _first_counts is None:
         _first_counts = dict(counts)
+    elif reset_legacy is not None:
+        reset_legacy()
     counts.clear()
     counts.update(_first_counts)
 

@@ -135,16 +135,12 @@ def is_compiled_with(model: Any, optimizer: Any) -> bool:
 
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
     """Return an optimizer, wrapped in a `LossScaleOptimizer` if a model computes in float16. Do not wrap it twice."""
-    policies = {_policy_of(model) for model in models}
+    parts = (part for model in models for part in (model, *getattr(model, "layers", ())))
+    policies = {getattr(getattr(part, "dtype_policy", None), "name", "") for part in parts}
     if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
         return optimizer
     keras = keras_of(optimizer)
     return (keras.mixed_precision if is_legacy(optimizer) else keras.optimizers).LossScaleOptimizer(optimizer)
-
-
-def _policy_of(model: Any) -> str:
-    policies = [getattr(part, "dtype_policy", None) for part in (model, *getattr(model, "layers", ()))]
-    return "mixed_float16" if "mixed_float16" in {getattr(policy, "name", "") for policy in policies} else ""
 
 
 def weights_of(model: Any) -> list[Any]:

@@ -123,7 +123,7 @@ class GlobalMetrics:
             with merged(self._group(), model.metrics):
                 self._set_means_of_batches(model, bool(self._last is not None and self._last.numpy()[1]))
                 results = tf.nest.map_structure(lambda tensor: tensor, inner())
-                has_seen = {metric.name: any(map(_is_set, metric.variables)) for metric in model.metrics}
+                has_seen = {metric.name: any(map(np.any, _values(metric.variables))) for metric in model.metrics}
                 by_name = {metric.name: metric.result() for metric in model.metrics}
             return self._as_returned({**by_name, **results}, results, has_seen)
 
@@ -207,7 +207,9 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
 
 def merge_statistics(group: Group, models: Sequence[Any]) -> None:
     """Average the models' non-trainable floating-point weights, such as BatchNorm's statistics, over all ranks."""
-    variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
+    weights = [weight for model in models for weight in model.non_trainable_weights]
+    # V is bfloat16, which is not a built-in dtype of NumPy.
+    variables = [weight for weight, value in zip(weights, _values(weights), strict=True) if value.dtype.kind in "fV"]
     if group.size > 1 and variables:
         _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
 
@@ -265,16 +267,6 @@ def _assign_sums(group: Group, variables: Sequence[Any], own: Sequence[Array], s
     """
     flat = np.concatenate([array.reshape(-1) * np.float64(share) for array, share in zip(own, shares, strict=True)])
     group.add_up(flat)
-    start = 0
-    for variable, array in zip(variables, own, strict=True):
-        part = flat[start : start + array.size].reshape(array.shape)
-        variable.assign(part.astype(array.dtype))
-        start += array.size
-
-
-def _is_set(variable: Any) -> bool:
-    return bool(np.any(variable.numpy()))
-
-
-def _is_float(variable: Any) -> bool:
-    return np.asarray(variable.numpy()).dtype.kind in "fV"  # V is bfloat16, which is not a built-in NumPy dtype
+    parts = np.split(flat, np.cumsum([array.size for array in own])[:-1])
+    for variable, array, part in zip(variables, own, parts, strict=True):
+        variable.assign(part.reshape(array.shape).astype(array.dtype))

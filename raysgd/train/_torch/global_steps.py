@@ -97,7 +97,7 @@ class GlobalSteps:
             if name in options:
                 raise ValueError(f"`{name}` of `prepare_model` does not work with `elastic=True`: leave it out.")
         self._shared.append(model)
-        options = {**options, COMM_HOOK: (self, _average)}
+        options = {**options, COMM_HOOK: (self, GlobalSteps.average)}
         wrapped = self._parallel.wrap(model, device_ids, options, init_sync=not self._membership.is_new)
         if isinstance(wrapped, DistributedDataParallel):
             self._models.append(wrapped)
@@ -569,10 +569,6 @@ def _tensors(state: Mapping[str, Any]) -> Sequence[tuple[str, torch.Tensor]]:
 def _refuse_unprepared(steps: GlobalSteps | None, optimizer: torch.optim.Optimizer) -> None:
     if steps is not None:
         steps.refuse_unprepared(optimizer)
-
-
-def _average(steps: GlobalSteps, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    return steps.average(bucket)
 
 
 def _lost(words: str) -> Exception:

@@ -48,7 +48,9 @@ class DataConfig:
         execution_options: Any = None,
         enable_shard_locality: bool = True,
     ) -> None:
-        if datasets_to_split != "all" and not _is_list_of_names(datasets_to_split):
+        if datasets_to_split != "all" and not (
+            isinstance(datasets_to_split, list) and all(isinstance(name, str) for name in datasets_to_split)
+        ):
             raise TypeError(
                 f'`datasets_to_split={datasets_to_split!r}`: need "all", or a list of names of datasets, such as '
                 '["train"].'
@@ -155,7 +157,8 @@ class DatasetShards(DividedData):
         Raises:
             ValueError: The user's `configure` returned data for a different number of workers.
         """
-        self._warn_if_starved()
+        if not self._has_warned and any(map(is_of_ray, self._datasets.values())):
+            self._has_warned = not are_cpus_free()
         handles = [worker.actor.ray_actor for worker in workers] or None
         nodes = [worker.metadata.node_id for worker in workers] or None
         parts = self._config.configure(dict(self._datasets), num_workers, handles, nodes)
@@ -165,10 +168,6 @@ class DatasetShards(DividedData):
                 "return one for each."
             )
         return list(parts)
-
-    def _warn_if_starved(self) -> None:
-        if not self._has_warned and any(map(is_of_ray, self._datasets.values())):
-            self._has_warned = not are_cpus_free()
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
         preprocessor: An object with `fit(dataset)` and `transform(dataset)`, or None.
         config: The result of `merged_config`; None for the default.
     """
-    made = {name: dataset() if _makes_one(dataset) else dataset for name, dataset in datasets.items()}
+    made = {name: each if hasattr(each, "split") or not callable(each) else each() for name, each in datasets.items()}
     configs = OWN_CONFIG if config is None or is_data_config(config) else config
     by_name = {name: _config_of(name, configs) for name in made}
     if preprocessor is not None:
@@ -263,10 +262,6 @@ def with_execution_options(dataset: Any, options: Any) -> Any:
     own = with_own_options(dataset)
     own.context.execution_options = options
     return own
-
-
-def _makes_one(dataset: Any) -> bool:
-    return callable(dataset) and not hasattr(dataset, "split")
 
 
 def _config_of(name: str, configs: Mapping[str, DatasetConfig]) -> DatasetConfig:
@@ -313,7 +308,3 @@ def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
     if config.randomize_block_order and is_of_ray(dataset):
         return dataset.randomize_block_order()
     return dataset
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)

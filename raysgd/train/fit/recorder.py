@@ -392,14 +392,10 @@ def make_stop(stop: Any) -> Stop:
     if hasattr(stop, "stop_all"):
         return lambda trial_id, result: bool(stop(trial_id, dict(result))) or bool(stop.stop_all())
     if callable(stop) and not isinstance(stop, type):
-        _check_takes_two(stop)
+        if not takes(stop, "trial", {}):
+            raise ValueError(f"`RunConfig(stop={stop!r})`: need a function of two arguments, `stop(trial_id, result)`.")
         return lambda trial_id, result: bool(stop(trial_id, dict(result)))
     raise TypeError(f"`RunConfig(stop={stop!r})`: {_ALLOWED}")
-
-
-def _check_takes_two(function: Callable[..., Any]) -> None:
-    if not takes(function, "trial", {}):
-        raise ValueError(f"`RunConfig(stop={function!r})`: need a function of two arguments, `stop(trial_id, result)`.")
 
 
 def _limits(limits: Mapping[str, Any]) -> Stop:

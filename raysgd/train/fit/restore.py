@@ -108,7 +108,7 @@ def _for_later(name: str, value: Any) -> Any:
     if name == "train_loop_config" and (shown := masked(value)) is not value:
         return _WithoutSecrets(shown)
     if isinstance(value, RunConfig):
-        return _without_place(_without_what_cannot_be_pickled(value))
+        return _for_restore(value)
     if isinstance(value, Checkpoint) and value.uri is not None:
         if value.get_internal_representation()[0] == "local_path":
             return _CheckpointAt(value.path)
@@ -117,16 +117,12 @@ def _for_later(name: str, value: Any) -> Any:
     return value
 
 
-def _without_place(run_config: RunConfig) -> RunConfig:
-    """Return a `RunConfig` without the storage, because its URI or file system may contain keys.
+def _for_restore(run_config: RunConfig) -> RunConfig:
+    """Return a `RunConfig` without values that cannot be pickled, and without the storage.
 
-    `restore` sets the storage again.
+    The URI or file system of the storage may contain keys. `restore` sets the storage again.
     """
-    return replace(run_config, storage_path=None, storage_filesystem=None)
-
-
-def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:
-    lost: dict[str, Any] = {}
+    lost: dict[str, Any] = {"storage_path": None, "storage_filesystem": None}
     for name in _RUN_CONFIG_EXTRAS:
         content, reason = pickled(getattr(run_config, name))
         if content is None:

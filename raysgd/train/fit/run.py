@@ -103,7 +103,9 @@ class FitJob:
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
-            failed = training_failed_error(error, self._advice, _tune_error())
+            # Ray AIR programs catch Ray Tune's `TuneError` when a run fails.
+            tune_error = getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
+            failed = training_failed_error(error, self._advice, tune_error)
             raise failed from failed.__cause__ if isinstance(error, WorkerError) else error.__cause__
         result = self.recorder.end_run()
         if self.leaving.is_due():  # the run has succeeded, but a signal has asked the program to end
@@ -132,11 +134,6 @@ class FitJob:
             f"`{folder.trainer_name}.restore({str(folder.experiment)!r}).fit()`. To have it start again by itself, "
             f"pass `RunConfig(failure_config=FailureConfig(max_failures=...))`; it was {max_failures}."
         )
-
-
-def _tune_error() -> type[Exception] | None:
-    """Return Ray Tune's `TuneError`, which Ray AIR programs catch when a run fails; None if Tune is not imported."""
-    return getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
 
 
 @dataclass(frozen=True, kw_only=True)

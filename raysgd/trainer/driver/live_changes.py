@@ -7,8 +7,8 @@ worker, all workers keep the old config or class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,33 +117,31 @@ class LiveChanges:
 
     def reload(self, training_operator_cls: type[Any]) -> None:
         """Replace the operators in all workers by operators of another class, which take over their state."""
-        with self._life.controller.turns.take_turn():
-            self._reload(training_operator_cls)
-
-    def _reload(self, training_operator_cls: type[Any]) -> None:
         life, controller = self._life, self._life.controller
-        revision = life.settings.revision + 1
-        settings = replace(
-            life.settings, training_operator_cls=training_operator_cls, revision=revision, config_changes=()
-        )
-        if life.group_settings.is_driver_only:
-            controller.ensure_group()
-        else:
-            send_by_value(training_operator_cls)
-            life.newest_snapshot()  # start to transfer a snapshot to the driver; `snapshot()` below waits for it
-        edited = self._prepared(settings)
-        if not life.group_settings.is_driver_only:
-            controller.snapshot()  # workers that start later load it instead of repeating calls of the old class
-        with self._adopted(settings):
-            options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
-            finish = partial(life.on_all, self._runner_cls.finish_reload, revision, edited, **options)
-            facts = finish()
-            if None in facts:  # a worker that has just joined did not prepare the new operator: restart all workers
-                controller.kill_group()
+        with controller.turns.take_turn():
+            before, revision = life.settings, life.settings.revision + 1
+            settings = replace(
+                before, training_operator_cls=training_operator_cls, revision=revision, config_changes=()
+            )
+            if life.group_settings.is_driver_only:
                 controller.ensure_group()
+            else:
+                send_by_value(training_operator_cls)
+                life.newest_snapshot()  # start to transfer a snapshot to the driver; `snapshot()` below waits for it
+            edited = self._prepared(settings)
+            if not life.group_settings.is_driver_only:
+                controller.snapshot()  # workers that start later load it instead of repeating calls of the old class
+            life.take_settings(settings)
+            with OnFailure(partial(life.take_settings, before)):
+                options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
+                finish = partial(life.on_all, self._runner_cls.finish_reload, revision, edited, **options)
                 facts = finish()
-        life.sharing.forget()
-        controller.keep_facts(facts)
+                if None in facts:  # a worker that has just joined did not prepare the operator: restart all workers
+                    controller.kill_group()
+                    controller.ensure_group()
+                    facts = finish()
+            life.sharing.forget()
+            controller.keep_facts(facts)
 
     def _prepared(self, settings: ReplicaSettings) -> Any:
         """Create an operator of the new class in all workers, beside the old operator.
@@ -164,11 +162,3 @@ class LiveChanges:
         with suppress(RaySGDError):  # an error here must not hide the error that made `reload` fail
             if self._life.controller.group is not None:
                 self._life.on_all(self._runner_cls.drop_reload)
-
-    @contextmanager
-    def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
-        """Make these the trainer's settings. If the block raises an error, restore the old settings."""
-        before = self._life.settings
-        self._life.take_settings(settings)
-        with OnFailure(partial(self._life.take_settings, before)):
-            yield
