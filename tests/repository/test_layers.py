@@ -133,7 +133,7 @@ INSIDE = {
     "trainer.driver": (
         "changes detachable largest_batch leaving listeners saving shared_data tune_trial",
         "life",
-        "calls kept_trainer live_changes predicting",
+        "calls kept_trainer live_changes",
         "fit_epoch fit_steps",
         "fit_loop",
         "trainer",

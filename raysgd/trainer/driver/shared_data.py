@@ -16,7 +16,7 @@ from raysgd.core.arrays.ray_batches import RayBatches
 from raysgd.core.arrays.ray_data import are_cpus_free
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import identity, packed_bytes
-from raysgd.trainer.configuration.batching import config_for_worker
+from raysgd.trainer.configuration.batch_options import config_for_worker
 
 Requests = list[tuple[Any, ...]]
 """For each rank, the arguments to send: the request, and also the rank's shard of the data if the rank lacks it."""

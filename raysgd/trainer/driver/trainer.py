@@ -39,13 +39,12 @@ from raysgd.core.text.cards import card
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
-from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
+from raysgd.trainer.driver.calls import TrainerCalls, epoch_options, outputs_in_rounds, usual_batch_size
 from raysgd.trainer.driver.changes import ReadOnlyConfig
 from raysgd.trainer.driver.detachable import Detachable
 from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.life import Framework, NoteProgress, TrainerLife
 from raysgd.trainer.driver.live_changes import LiveChanges
-from raysgd.trainer.driver.predicting import outputs_in_rounds, usual_batch_size
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.prediction_data import BatchRequest
 

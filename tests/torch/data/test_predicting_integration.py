@@ -1,6 +1,6 @@
 """`TorchTrainer.predict` on several workers, and what follows when one dies in it.
 
-Covers `raysgd.trainer.driver.predicting`: there are no rounds to divide without workers.
+Covers `raysgd.trainer.driver.calls`: there are no rounds to divide without workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.data import RayBatches
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.trainer.driver.predicting import dealt, next_round_size
+from raysgd.trainer.driver.calls import dealt, next_round_size
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd.trainer.configuration.batching import config_for_worker, global_batch_in_words, split_batch_size
+from raysgd.trainer.configuration.batch_options import config_for_worker, global_batch_in_words, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 
