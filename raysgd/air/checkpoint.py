@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
+from raysgd.core.arguments import check_kind
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import CheckpointCorruptedError
 
@@ -274,8 +275,7 @@ class Checkpoint:
         Raises:
             TypeError: `other` is not a checkpoint.
         """
-        if not isinstance(other, Checkpoint):
-            raise TypeError(f"`other={other!r}`: need a `raysgd.air.Checkpoint`.")
+        check_kind("other", other, Checkpoint, "a `raysgd.air.Checkpoint`")
         made = cls.__new__(cls)
         made.__dict__.update(other.__dict__)
         return made

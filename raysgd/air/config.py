@@ -16,6 +16,7 @@ from raysgd.core.arguments import (
     MAX_WORKERS,
     accelerator,
     check_amount,
+    check_kind,
     check_runtime_env,
     check_seconds,
     is_integer,
@@ -248,8 +249,7 @@ class RunConfig:
             )
         if self.verbose is not None and not is_integer(self.verbose):
             raise ValueError(f"`verbose={self.verbose!r}`: need 0, 1, 2 or 3, or None.")
-        if self.callbacks is not None and not isinstance(self.callbacks, list | tuple):
-            raise TypeError(f"`callbacks={self.callbacks!r}`: need a list of callbacks, or None.")
+        check_kind("callbacks", self.callbacks, list | tuple | None, "a list of callbacks, or None")
         check_runtime_env("worker_runtime_env", self.worker_runtime_env)
         is_stop = self.stop is None or callable(self.stop) or isinstance(self.stop, Mapping | list | tuple)
         if not is_stop:

@@ -160,10 +160,17 @@ def check_switch(name: str, value: Any, *others: Any) -> None:
         raise ValueError(f"`{name}={masked(value)!r}`: allowed are {allowed}.")
 
 
-def check_kind(name: str, value: Any, kind: type[Any]) -> None:
-    """Raise an error unless the argument's value is an instance of `kind`, one of raysgd's public classes."""
+def check_kind(name: str, value: Any, kind: Any, needed: str | None = None) -> None:
+    """Raise an error unless the argument's value is an instance of `kind`.
+
+    Args:
+        name: Name of the argument.
+        value: The value of the argument.
+        kind: A class, or a union of classes.
+        needed: Description of `kind` for the error. None if `kind` is one of raysgd's public classes.
+    """
     if not isinstance(value, kind):
-        raise TypeError(f"`{name}={masked(value)!r}`: need a `raysgd.{kind.__name__}`.")
+        raise TypeError(f"`{name}={masked(value)!r}`: need {needed or f'a `raysgd.{kind.__name__}`'}.")
 
 
 def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None:
@@ -227,10 +234,8 @@ def check_config(config: Any) -> dict[str, Any]:
     Raises:
         TypeError: The config is not a dict.
     """
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(
-            f"`config={masked(config)!r}`: need a dict, which the operator's `setup` or the creator functions get."
-        )
+    what = "a dict, which the operator's `setup` or the creator functions get"
+    check_kind("config", config, Mapping | None, what)
     return {} if config is None else with_entries(config)
 
 
@@ -255,8 +260,7 @@ def check_hook(hook: Any) -> None:
     """Raise an error unless the `initialization_hook` is None or a function that can be called without arguments."""
     if hook is None:
         return
-    if not callable(hook):
-        raise TypeError(f"`initialization_hook={masked(hook)!r}`: need a function without parameters.")
+    check_kind("initialization_hook", hook, Callable, "a function without parameters")
     if not takes(hook):
         name = getattr(hook, "__name__", repr(hook))
         line = f"def {name}():" if name.isidentifier() else "def hook():"
@@ -326,8 +330,7 @@ def check_info(info: Any) -> dict[str, Any]:
     Raises:
         TypeError: `info` is neither None nor a dict.
     """
-    if info is not None and not isinstance(info, Mapping):
-        raise TypeError(f"`info={masked(info)!r}`: need a dict; the operator gets its entries with each batch.")
+    check_kind("info", info, Mapping | None, "a dict; the operator gets its entries with each batch")
     return dict(info or {})
 
 
@@ -462,11 +465,8 @@ def check_runtime_env(name: str, value: Any) -> None:
     Raises:
         TypeError: `value` is neither None nor a dict.
     """
-    if value is not None and not isinstance(value, Mapping):
-        raise TypeError(
-            f'`{name}={masked(value)!r}`: need a dict as Ray accepts it, such as `{{"env_vars": {{"NAME": "value"}}}}`,'
-            " or None."
-        )
+    what = 'a dict as Ray accepts it, such as `{"env_vars": {"NAME": "value"}}`, or None'
+    check_kind(name, value, Mapping | None, what)
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:

@@ -33,6 +33,7 @@ from raysgd.air.checkpoint import (
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.constants import PREPROCESSOR_KEY
 from raysgd.air.trial import checkpoint_name
+from raysgd.core.arguments import check_kind
 from raysgd.core.cluster.program_end import end_with
 from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
@@ -224,11 +225,8 @@ def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> 
     if isinstance(strategy, CheckpointConfig):
         score = strategy.checkpoint_score_attribute or TIMESTAMP
         return CheckpointStrategy(strategy.num_to_keep, score, strategy.checkpoint_score_order)
-    if strategy is not None and not isinstance(strategy, CheckpointStrategy):
-        raise TypeError(
-            f"`checkpoint_strategy={strategy!r}`: need a `CheckpointStrategy`, such as "
-            "`CheckpointStrategy(num_to_keep=2)`, or None, which keeps all."
-        )
+    what = "a `CheckpointStrategy`, such as `CheckpointStrategy(num_to_keep=2)`, or None, which keeps all"
+    check_kind("checkpoint_strategy", strategy, CheckpointStrategy | None, what)
     return strategy
 
 
@@ -561,8 +559,7 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
         return None
     if isinstance(checkpoint, Mapping):
         return dict(checkpoint)
-    if not isinstance(checkpoint, str | Path):
-        raise TypeError(f"`checkpoint={masked(checkpoint)!r}`: need a dict, or the path or URI of a saved one.")
+    check_kind("checkpoint", checkpoint, str | Path, "a dict, or the path or URI of a saved one")
     from ray import cloudpickle
 
     place = open_folder(checkpoint, argument="checkpoint")

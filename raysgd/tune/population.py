@@ -126,13 +126,13 @@ class Population:
         exploration: Exploration | None = None,
         seed: int | None = None,
     ) -> None:
-        _check_functions(trainer_factory=trainer_factory, step=step)
+        for name, function in {"trainer_factory": trainer_factory, "step": step}.items():
+            checks.check_kind(name, function, Callable, "a function")
         check_space(space)
         size = checks.check_count("size", size, hint="It is the number of trainers.")
         if not checks.is_number(quantile) or not 0 < quantile <= 0.5:
             raise ValueError(f"`quantile={quantile!r}`: need a number above 0, and at most 0.5.")
-        if exploration is not None and not isinstance(exploration, Exploration):
-            raise TypeError(f"`exploration={exploration!r}`: need an `Exploration`, or None.")
+        checks.check_kind("exploration", exploration, Exploration | None, "an `Exploration`, or None")
         if seed is not None:
             checks.check_seed(seed)
         self._space, self._metric = space, metric
@@ -261,12 +261,6 @@ class Population:
         self.shutdown()
 
 
-def _check_functions(**functions: Any) -> None:
-    for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(f"`{name}={function!r}`: need a function.")
-
-
 def _made(trainer_factory: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Any:
     trainer = trainer_factory(dict(config))
     missing = [name for name in _NEEDED if not hasattr(trainer, name)]
@@ -377,8 +371,7 @@ def check_space(space: Any) -> None:
         TypeError: `space` is not a dict.
         ValueError: An entry is an empty list.
     """
-    if not isinstance(space, Mapping):
-        raise TypeError(f"`space={space!r}`: need a dict, with a list or a function for each name.")
+    checks.check_kind("space", space, Mapping, "a dict, with a list or a function for each name")
     for name, source in space.items():
         if isinstance(source, Mapping):
             check_space(source)

@@ -22,6 +22,7 @@ from raysgd.air.result import Result
 from raysgd.air.trial import new_name, storage_of
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import FunctionCalls, of_tune_among, own_among
+from raysgd.core.arguments import check_kind
 from raysgd.core.text.secrets import masked
 from raysgd.storage import open_folder
 from raysgd.train._tune import refuse_run_config
@@ -75,12 +76,9 @@ class Tuner:
         run_config: RunConfig | None = None,
     ) -> None:
         tune = tune_trial.require_tune(_NEEDED_BY)
-        if param_space is not None and not isinstance(param_space, Mapping):
-            raise TypeError(f"`param_space={masked(param_space)!r}`: need a dict, or None.")
-        if run_config is not None and not isinstance(run_config, RunConfig):
-            raise TypeError(f"`run_config={masked(run_config)!r}`: need a `raysgd.train.RunConfig`, or None.")
-        if tune_config is not None and not isinstance(tune_config, tune.TuneConfig):
-            raise TypeError(f"`tune_config={tune_config!r}`: need a `raysgd.tune.TuneConfig`, or None.")
+        check_kind("param_space", param_space, Mapping | None, "a dict, or None")
+        check_kind("run_config", run_config, RunConfig | None, "a `raysgd.train.RunConfig`, or None")
+        check_kind("tune_config", tune_config, tune.TuneConfig | None, "a `raysgd.tune.TuneConfig`, or None")
         run_config, space = chosen(trainable, run_config), _as_space(trainable, param_space or {})
         if run_config.checkpoint_config.num_to_keep == 0 and not isinstance(trainable, BaseTrainer):
             raise ValueError(

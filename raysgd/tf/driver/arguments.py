@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd.core.arguments import check_num_workers, check_operator_class
+from raysgd.core.arguments import check_kind, check_num_workers, check_operator_class
 from raysgd.core.arrays.data_kinds import kind_of
 from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
@@ -129,8 +129,7 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
     """Check the types of `fit_config` and `evaluate_config`, and reject options that do not work with raysgd."""
     for key in ("fit_config", "evaluate_config"):
         options = config.get(key)
-        if options is not None and not isinstance(options, Mapping):
-            raise TypeError(f"`config[{key!r}]={options!r}`: need a dict of options for Keras.")
+        check_kind(f"config[{key!r}]", options, Mapping | None, "a dict of options for Keras")
         for name in [name for name in _INSTEAD if options is not None and options.get(name) is not None]:
             raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
         for callback in _callbacks_in(config, key):

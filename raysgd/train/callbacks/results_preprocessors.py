@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from raysgd.core.arguments import check_kind
+
 logger = logging.getLogger(__name__)
 
 Results = list[dict[str, Any]]
@@ -73,8 +75,7 @@ def _ranks(indices: int | Iterable[int] | None) -> list[int] | None:
         return None
     if isinstance(indices, int):
         return [indices]
-    if not isinstance(indices, Iterable):
-        raise TypeError(f"`indices={indices!r}`: need a rank, several of them, or None for all.")
+    check_kind("indices", indices, Iterable, "a rank, several of them, or None for all")
     ranks = list(indices)
     if not ranks:
         raise ValueError("`indices` is empty: need at least one rank, or None for all.")
