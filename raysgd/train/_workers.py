@@ -94,6 +94,9 @@ class FunctionWorkers(GroupHooks):
         num_ahead: Number of reports that may wait for the driver before a function is blocked.
 
     Attributes:
+        group: The engine's group of the current workers. If no workers are running, the group of the last workers. Not
+            set before the first start, like `workers`.
+        workers: The current workers, as the `WorkerGroup` that plug-ins and users get.
         num_started: Number of groups that were started.
         num_changes: Number of times that the workers of a running group changed.
         joined: For each worker that joined a running group, the value of `num_changes` after it joined.
@@ -146,8 +149,8 @@ class FunctionWorkers(GroupHooks):
         self.max_workers, self.resize_interval_s = most, scaling.elastic_resize_monitor_interval_s
         self.decode: Callable[[Any], dict[str, Any]] = self._backend.decode_data
         self._controller: ElasticController | None = None
-        self._group: EngineGroup | None = None
-        self._workers: WorkerGroup | None = None
+        self.group: EngineGroup
+        self.workers: WorkerGroup
         self._make_object: Callable[[], Any] | None = None
         self._infos: list[WorkerInfo] = []
         self._may_wait = True
@@ -305,18 +308,6 @@ class FunctionWorkers(GroupHooks):
 
     # ------------------------------------------------------------------------------------------------- the workers
 
-    @property
-    def group(self) -> EngineGroup:
-        """The engine's group of the current workers. If no workers are running, the group of the last workers."""
-        assert self._group is not None, "no group was started"
-        return self._group
-
-    @property
-    def workers(self) -> WorkerGroup:
-        """The current workers, as the `WorkerGroup` that plug-ins and users get."""
-        assert self._workers is not None, "no group was started"
-        return self._workers
-
     def ensure_workers(self) -> WorkerGroup:
         """Return the current workers. If they were killed, start new workers first.
 
@@ -381,7 +372,7 @@ class FunctionWorkers(GroupHooks):
                 make_objects(self._make_object, workers.workers)
         except LostDuringCallError as lost:
             return lost.report
-        self._group, self._workers, self._may_wait = group, workers, True
+        self.group, self.workers, self._may_wait = group, workers, True
         self._infos = list(group.infos)
         self.num_started += 1
         return None
@@ -430,7 +421,7 @@ class FunctionWorkers(GroupHooks):
 
     def on_stop(self, group: EngineGroup) -> None:
         """Call the plug-in's `on_shutdown`, which disconnects the workers. If it fails, log the error."""
-        if group is self._group:
+        if self.num_started and group is self.group:
             with failure_logged(logger.warning, "`on_shutdown` failed; stopping the workers anyway: %s"):
                 self._backend.on_shutdown(self.workers, self._config)
 
