@@ -126,7 +126,8 @@ class BatchOptions:
         """Return the config for the operator of one worker.
 
         With `split_batches`, the config keeps the global batch size. With `deterministic`, the size of one shard
-        replaces it. With neither option, the batch size of one worker replaces it.
+        replaces it. With neither option, the batch size of one worker replaces it. A plain `"batch_size"` is already
+        the batch size of one worker. The config is a shallow copy: its values are the user's objects.
 
         Args:
             config: The trainer's config. Its `BATCH_SIZE` is the global batch size.
@@ -134,12 +135,17 @@ class BatchOptions:
 
         Raises:
             ValueError: The config's batch size is invalid or cannot be split.
+
+        Examples:
+            >>> BatchOptions().config_for({"*batch_size": 64, "lr": 0.1}, num_workers=4)
+            {'*batch_size': 16, 'lr': 0.1}
         """
+        if BATCH_SIZE not in config:
+            return with_entries(config)
+        size = check_global_size(config[BATCH_SIZE])
         if not self.split_batches:
-            return config_for_worker(config, self.num_shards if self.deterministic else num_workers)
-        if BATCH_SIZE in config:
-            check_global_size(config[BATCH_SIZE])
-        return with_entries(config)
+            size = split_batch_size(size, self.num_shards if self.deterministic else num_workers)
+        return with_entries(config, {BATCH_SIZE: size})
 
 
 _PLAIN = "Pass a plain `int`."
@@ -183,24 +189,6 @@ def global_batch_in_words(num_workers: int, batch_size: int) -> str:
     """
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     return f"{workers} x {batch_size} samples: a global batch of {num_workers * batch_size}"
-
-
-def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-    """Return a copy of the trainer's config in which the global batch size is replaced by the batch size of one worker.
-
-    Only the key `raysgd.utils.BATCH_SIZE` is changed, if present. A plain `"batch_size"` is already the batch size of
-    one worker. The copy is shallow: its values are the user's objects.
-
-    Raises:
-        ValueError: The batch size cannot be split over this many workers; see `split_batch_size`.
-
-    Examples:
-        >>> config_for_worker({"*batch_size": 64, "lr": 0.1}, num_workers=4)
-        {'*batch_size': 16, 'lr': 0.1}
-    """
-    if BATCH_SIZE not in config:
-        return with_entries(config)
-    return with_entries(config, {BATCH_SIZE: split_batch_size(config[BATCH_SIZE], num_workers)})
 
 
 def check_global_size(requested: Any) -> int:

@@ -498,9 +498,7 @@ class TrainerLife:
 
     def new_sharing(self) -> DataSharing:
         """Return a new object that divides datasets over the workers according to the current settings."""
-        settings = self.replicas.settings
-        of_worker = settings.batch_options.config_for
-        return DataSharing(settings.config, self.store, self.framework.call_data_of, of_worker)
+        return DataSharing(self.replicas.settings, self.store, self.framework.call_data_of)
 
     @property
     def global_batch_in_words(self) -> str:

@@ -68,7 +68,7 @@ class LiveChanges:
                 answers = life.on_all(self._runner_cls.change_config, life.framework.to_send(settings), **options)
             # Change the settings after the call, because the call itself also changes workers that start during it.
             life.take_settings(settings)
-            life.sharing.follow(settings.config)
+            life.sharing.follow(settings)
         if answers[0]:
             logger.warning(
                 "no optimizer follows %s: the operators find the new value in `self.config`. To do something with it, "

@@ -16,7 +16,7 @@ from raysgd.core.arrays.ray_batches import RayBatches
 from raysgd.core.arrays.ray_data import are_cpus_free
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import identity, packed_bytes
-from raysgd.trainer.configuration.batch_options import config_for_worker
+from raysgd.trainer.configuration.settings import ReplicaSettings
 
 Requests = list[tuple[Any, ...]]
 """For each rank, the arguments to send: the request, and also the rank's shard of the data if the rank lacks it."""
@@ -61,24 +61,21 @@ class DataSharing:
     `CallData.keeps_position`.
 
     Args:
-        config: The trainer's config. Its batch size is that of all workers together.
+        settings: The trainer's settings. The batch size in their config is that of all workers together.
         store: Function that stores the shard of a rank and returns the argument to send, as `store_share` does.
         call_data_of: Function that returns how to divide data over the workers, as a `CallData`. Its arguments are the
             data that the user passed to a call, and the config of one worker.
-        config_for: Function that returns the config of one worker, from the trainer's config and the number of workers.
     """
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        settings: ReplicaSettings,
         store: Callable[[int, Any], Any],
         call_data_of: Callable[[Any, Mapping[str, Any]], CallData | None] = call_data_of,
-        config_for: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = config_for_worker,
     ) -> None:
-        self._config = config
+        self._settings = settings
         self._store = store
         self._call_data_of = call_data_of
-        self._config_for = config_for
         self._positions: dict[str, tuple[Any, DataPosition | None]] = {}
         self._divisions: dict[str, _Division] = {}
         self._has_warned = False
@@ -109,7 +106,7 @@ class DataSharing:
             dataset: The dataset that the user passed to the call, of a type that `call_data_of` supports.
             worlds: Each worker's rank and group size, as for `with_registered`.
         """
-        data, of_call = self._call_data_of(dataset, self._config_for(self._config, len(worlds))), f"{name} of a call"
+        data, of_call = self._call_data_of(dataset, self._settings.config_for(len(worlds))), f"{name} of a call"
         assert data is not None, "the call has checked it"
         if not data.keeps_position:
             self._divisions.pop(of_call, None)
@@ -148,12 +145,12 @@ class DataSharing:
         """
         self._positions = {name: (sys.intern(token), position) for name, (token, position) in kept.items()}
 
-    def follow(self, config: Mapping[str, Any]) -> None:
-        """Use a changed config.
+    def follow(self, settings: ReplicaSettings) -> None:
+        """Use settings with a changed config.
 
         If a creator function builds a dataset from the config, the next call builds and divides the dataset again.
         """
-        self._config = config
+        self._settings = settings
         self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
     def forget(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd.trainer.configuration.batch_options import config_for_worker, global_batch_in_words, split_batch_size
+from raysgd.trainer.configuration.batch_options import BatchOptions, global_batch_in_words, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 
@@ -76,7 +76,7 @@ def test_integers_of_numpy_become_plain_ones() -> None:
 def test_a_worker_sees_its_part_and_everything_else_untouched() -> None:
     hidden = [64, 64]
     config = {BATCH_SIZE: 21, "batch_size": 5, "hidden": hidden}
-    worker_config = config_for_worker(config, 2)
+    worker_config = BatchOptions().config_for(config, 2)
     assert worker_config == {BATCH_SIZE: 10, "batch_size": 5, "hidden": [64, 64]}
     assert worker_config["hidden"] is hidden
     assert config == {BATCH_SIZE: 21, "batch_size": 5, "hidden": [64, 64]}
@@ -84,6 +84,6 @@ def test_a_worker_sees_its_part_and_everything_else_untouched() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"batch_size": 3}, MappingProxyType({"lr": 1})])
 def test_a_config_without_a_global_batch_size_is_copied(config: Mapping[str, Any]) -> None:
-    worker_config = config_for_worker(config, 8)
+    worker_config = BatchOptions().config_for(config, 8)
     assert worker_config == dict(config)
     assert worker_config is not config

@@ -14,6 +14,7 @@ from raysgd.core.arrays.data_kinds import CallData, DataPosition
 from raysgd.core.arrays.ray_batches import RayBatches
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import SentData
+from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver.shared_data import DataSharing
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE
@@ -36,7 +37,7 @@ def requests(number: int) -> list[tuple[EpochRequest]]:
 
 
 def sharing_with(**config: Any) -> DataSharing:
-    return DataSharing(config, lambda rank, share: {rank: share})
+    return DataSharing(ReplicaSettings(object, config), lambda rank, share: {rank: share})
 
 
 def shares_of(sharing: DataSharing, batches: RayBatches, worlds: Sequence[World], name: str = "train") -> list[Any]:
@@ -87,7 +88,7 @@ def test_ray_data_of_a_call_has_the_batch_size_of_the_config() -> None:
 
 
 def test_functions_that_make_data_are_given_the_config_of_now() -> None:
-    sharing = DataSharing({"a": 1}, lambda rank, share: {rank: share})
+    sharing = sharing_with(a=1)
 
     def make(config: Any, batch_size: Any) -> None:
         raise AssertionError("it is called in workers")
@@ -96,7 +97,7 @@ def test_functions_that_make_data_are_given_the_config_of_now() -> None:
         return [share.data.args[0] for share in given(sharing, make, ONE)[1]]
 
     assert (configs(), configs()) == ([{"a": 1}], [])
-    sharing.follow({"a": 2})
+    sharing.follow(ReplicaSettings(object, {"a": 2}))
     assert configs() == [{"a": 2}]
 
 
@@ -132,7 +133,8 @@ def test_a_copy_of_what_a_program_sends_again_stands_for_the_same_data() -> None
         return place
 
     first, other = SentData("dataset", [1]), SentData("dataset", [1])
-    sharing = DataSharing({}, lambda rank, share: {rank: share}, lambda data, config: CallData("batches", data))
+    settings = ReplicaSettings(object, {})
+    sharing = DataSharing(settings, lambda rank, share: {rank: share}, lambda data, config: CallData("batches", data))
     begun = pickle.loads(pickle.dumps(first))
     assert place_of(begun, sharing) is None
     sharing.note_position("train", begun, DataPosition(0, 3))
