@@ -112,7 +112,7 @@ class Invariants:
         """A rank is in its new group: it knows no less than the most advanced of those that are there."""
         if replica.world.rank == handover.source:
             self._formed_progress.pop(replica.name, None)  # it comes last now
-            self._formed_progress[replica.name] = replica.replica_progress().progress
+            self._formed_progress[replica.name] = replica.replica_progress().position
         if self._simulation.process_of(replica).is_killed:  # it goes on for a while in a group that was given up
             return
         members = self._members_of(replica)

@@ -556,13 +556,13 @@ MUTATIONS = (
     Mutation("retries are always spent", RunningCall, "known", _sees(num_left=0), (1,)),
     Mutation("a rejoin that led nowhere is tried again", Known, "obstacle_to_continuing", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", states, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", states, "choose_source", _source(lambda r: r.position), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
         states,
         "choose_source",
-        _source(lambda r: r.is_whole),
+        _source(lambda r: r.can_be_source),
         (38,),
     ),
     Mutation("the last survivor is the source", states, "choose_source", _last_source, (120,)),

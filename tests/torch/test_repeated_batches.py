@@ -112,8 +112,8 @@ def test_a_batch_that_broke_at_any_of_its_exchanges_leaves_nothing_behind(make: 
             Group(runner, number).train()
         progress = runner.replica_progress()
         assert progress.obstacle is None
-        assert progress.is_whole == PROGRAMS[program](number), number
-        if progress.is_whole:
+        assert progress.can_be_source == PROGRAMS[program](number), number
+        if progress.can_be_source:
             runner.regroup(WORLD, StateHandover())
             runner.resume_epoch(REQUEST)
             assert equal(trained_by(runner), expected), number

@@ -616,7 +616,7 @@ def test_a_replica_is_whole_until_an_optimizer_has_begun(
     with pytest.raises(ZeroDivisionError):
         train(runner)
     replica_progress = runner.replica_progress()
-    assert (replica_progress.progress, replica_progress.is_whole) == (1 if is_whole else 2, is_whole)
+    assert (replica_progress.position, replica_progress.can_be_source) == (1 if is_whole else 2, is_whole)
 
 
 def broken_off(runner: TorchRunner, in_step: int, num_steps: int | None = None) -> TorchRunner:
@@ -640,7 +640,7 @@ def samples(runner: TorchRunner) -> list[int]:
 def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(process_group: None) -> None:
     runner = broken_off(survivor(), in_step=2)
     replica_progress = runner.replica_progress()
-    assert (replica_progress.progress, replica_progress.is_whole, replica_progress.obstacle) == (2, True, None)
+    assert (replica_progress.position, replica_progress.can_be_source, replica_progress.obstacle) == (2, True, None)
     assert replica_progress.words == "no sample lost, 4 in flight are repeated (epoch 1: 8 of 20 samples used)"
     heartbeat = runner.heartbeat()
     assert (heartbeat.epoch, heartbeat.step, heartbeat.phase) == (1, 2, "broken off")
@@ -649,9 +649,9 @@ def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(proc
 
 def test_a_survivor_that_finished_the_call_is_one_ahead_of_one_that_took_all_steps(process_group: None) -> None:
     runner = survivor()
-    assert runner.replica_progress().progress == 0
+    assert runner.replica_progress().position == 0
     train(runner, 3)
-    assert runner.replica_progress().progress == 4
+    assert runner.replica_progress().position == 4
 
 
 def test_the_last_survivor_goes_on_alone_with_all_samples_that_are_left(process_group: None) -> None:
@@ -674,7 +674,7 @@ def test_the_batches_of_a_window_that_broke_off_are_counted_once(process_group: 
             return 2
 
     runner = broken_off(survivor(InPairs), in_step=3)
-    assert runner.replica_progress().progress == 2
+    assert runner.replica_progress().position == 2
     runner.regroup(ALONE, StateHandover())
     assert runner.operator.global_step == 2
     answer = resume(runner)
@@ -724,7 +724,7 @@ def test_a_call_that_failed_before_it_began_is_begun_and_not_answered_by_the_one
     train(runner, call_number=1)
     num_seen = len(samples(runner))
     _fails_to_begin(runner, monkeypatch)
-    assert runner.replica_progress().progress == 0
+    assert runner.replica_progress().position == 0
     runner.regroup(ALONE, StateHandover())
     answer = resume(runner, call=2)
     assert (answer.call_number, answer.epoch_idx, answer.num_steps, runner.epoch) == (2, 1, 10, 2)
@@ -776,15 +776,15 @@ def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_gr
                 self._original_models[0].weight.add_(1.0)
             BreaksOff.train_batch(self, (torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1)), {})
 
-    assert not broken_off(survivor(StepsTwice), in_step=1).replica_progress().is_whole
-    assert not broken_off(survivor(Perturbs, undo=False), in_step=0).replica_progress().is_whole
-    assert broken_off(survivor(BreaksOff), in_step=1).replica_progress().is_whole
+    assert not broken_off(survivor(StepsTwice), in_step=1).replica_progress().can_be_source
+    assert not broken_off(survivor(Perturbs, undo=False), in_step=0).replica_progress().can_be_source
+    assert broken_off(survivor(BreaksOff), in_step=1).replica_progress().can_be_source
     runner = survivor(Perturbs)
     before = runner.state()["models"][0]["weight"].clone()
-    assert broken_off(runner, in_step=0).replica_progress().is_whole, "it can be undone"
+    assert broken_off(runner, in_step=0).replica_progress().can_be_source, "it can be undone"
     runner.regroup(ALONE, StateHandover())
     assert equal(runner.state()["models"][0]["weight"], before)
-    assert runner.replica_progress().is_whole
+    assert runner.replica_progress().can_be_source
 
 
 def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> None:
@@ -794,11 +794,11 @@ def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> 
             return super().train_batch(batch, batch_info)
 
     runner = broken_off(survivor(StepsFirst, undo=False), in_step=1)
-    assert not runner.replica_progress().is_whole
+    assert not runner.replica_progress().can_be_source
     call = runner._training
     assert call is not None
     runner._take_over(runner._hosted.state.read(), call.state(with_metrics=False))
-    assert runner.replica_progress().is_whole
+    assert runner.replica_progress().can_be_source
 
 
 class OwnLoop(BreaksOff):
@@ -953,7 +953,7 @@ def test_a_held_call_stops_between_two_steps_and_goes_on_as_if_nothing_had_been(
     whole, runner = survivor(), survivor()
     expected = train(whole)
     held = held_after(runner, 3)
-    assert (held.step, runner.replica_progress().progress) == (3, 3)
+    assert (held.step, runner.replica_progress().position) == (3, 3)
     assert (
         runner.replica_progress().words == "no sample lost, 0 in flight are repeated (epoch 1: 12 of 20 samples used)"
     )
@@ -1012,7 +1012,7 @@ def test_another_process_goes_on_from_the_part_of_a_held_call_or_of_a_snapshot_i
     expected = train(whole)
     part = stop(first, num_steps)
     second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress], [part.progress])
-    assert second.replica_progress().progress == num_steps
+    assert second.replica_progress().position == num_steps
     answer = resume(second)
     assert samples(second) == samples(whole)[2 * num_steps :]
     assert values(answer)["batch_count"] == values(expected)["batch_count"] == answer.num_steps == 5

@@ -290,7 +290,7 @@ class RetryBudget:
     Attributes:
         num_spent: Number of retries used.
         num_refused: Number of failures for which no retry was left.
-        continued_at: Number of completed steps when the survivors last continued. None after a restart.
+        continued_at: Position in the call at which the survivors last continued. None after a restart.
     """
 
     def __init__(self, num_restarts: float) -> None:
@@ -314,7 +314,7 @@ class RetryBudget:
 
     @property
     def free_from(self) -> float:
-        """Number of completed steps of the call from which continuing with the survivors costs no retry.
+        """Position in the call from which continuing with the survivors costs no retry.
 
         One step since the survivors last continued is not enough: code that fails after every step also completes one
         step between two failures.
@@ -323,9 +323,9 @@ class RetryBudget:
             return float("inf")
         return 1 if self.continued_at is None else self.continued_at + 2
 
-    def pay_for_continuing(self, progress: int) -> None:
-        self.num_spent += progress < self.free_from
-        self.continued_at, self._has_hung = progress, False
+    def pay_for_continuing(self, position: int) -> None:
+        self.num_spent += position < self.free_from
+        self.continued_at, self._has_hung = position, False
 
     def pay_for_restart(self) -> None:
         self.num_spent += 1
@@ -373,16 +373,16 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
     """
     if any(report.obstacle for report in reports):
         return None
-    whole = [(-report.progress, index) for index, report in enumerate(reports) if report.is_whole]
-    return min(whole)[1] if whole else None
+    sources = [(-report.position, index) for index, report in enumerate(reports) if report.can_be_source]
+    return min(sources)[1] if sources else None
 
 
 def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
     """Return True if all replicas are in sync: each has the state after the same number of completed steps."""
-    return all(each.is_whole for each in reports) and len({each.progress for each in reports}) == 1
+    return all(each.can_be_source for each in reports) and len({each.position for each in reports}) == 1
 
 
 def takers(reports: Sequence[ReplicaProgress], source: int) -> tuple[int, ...]:
     """Return the indices of the replicas that must copy the state of the replica with the index `source`."""
-    progress = reports[source].progress
-    return tuple(index for index, report in enumerate(reports) if not report.is_whole or report.progress != progress)
+    position = reports[source].position
+    return tuple(i for i, each in enumerate(reports) if not each.can_be_source or each.position != position)

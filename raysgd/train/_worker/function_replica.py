@@ -266,8 +266,8 @@ class FunctionReplica:
     def replica_progress(self) -> ReplicaProgress:
         """Return the number of steps taken, and the reason why the function cannot continue in another group, if any.
 
-        A worker that has not loaded the other ranks' state yet is marked as not whole, so that its state is not sent to
-        other workers.
+        A worker that has not loaded the other ranks' state yet cannot be the source of the state for other
+        workers.
         """
         membership = self._membership
         if membership is None:
@@ -277,7 +277,7 @@ class FunctionReplica:
             obstacle = f"the function of rank {self.world.rank} raised {self._session.mailbox.error!r}"
         return ReplicaProgress(
             membership.num_done,
-            is_whole=not membership.is_new,
+            can_be_source=not membership.is_new,
             obstacle=obstacle,
             words=f"after step {membership.num_done}",
             admits=membership.admits or membership.is_new,

@@ -394,17 +394,16 @@ class ClassRunner(ABC):
     def replica_progress(self) -> ReplicaProgress:
         """Return how far this worker has come in the training call that was interrupted or paused.
 
-        If there is no such call, return the progress of the last completed training call. A completed call counts as
-        one more step, so that ranks that have completed it are ahead of the others. Before any call, the progress is 0.
+        If there is no such call, return the position after the last completed training call, or 0 before any call.
         """
         self._ledger.note_recovery()
         hosted, feed, call = self._hosted, self._hosted.feed, self._training
-        obstacle, is_whole = hosted.group_obstacle, hosted.parts.is_whole
+        obstacle, can_be_source = hosted.group_obstacle, hosted.parts.is_whole
         if call is None or call.progress.is_finished:
-            num_steps = call.num_completed + 1 if call is not None else 0
-            return ReplicaProgress(num_steps, is_whole, obstacle or feed.order_obstacle)
+            position = call.num_completed + 1 if call is not None else 0
+            return ReplicaProgress(position, can_be_source, obstacle or feed.order_obstacle)
         obstacle = obstacle or hosted.epoch_obstacle or feed.order_obstacle or feed.obstacle_of_call(call.cursor)
-        return ReplicaProgress(call.num_completed, is_whole, obstacle, feed.progress_text())
+        return ReplicaProgress(call.num_completed, can_be_source, obstacle, feed.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Answer the driver's proposal to stop training after a step. All ranks must agree before any rank stops.

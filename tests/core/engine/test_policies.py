@@ -211,7 +211,7 @@ def test_going_on_after_a_hang_spends_one_however_many_steps_were_done() -> None
 # -------------------------------------------------------------------------------------------- who goes on from whom
 
 
-BROKEN = ReplicaProgress(7, is_whole=False)
+BROKEN = ReplicaProgress(7, can_be_source=False)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is() -> None:
     worker, diary = hosted(SECOND)
     worker.on_replica(walk, False, None, 4)
     assert worker.leave_group("10.0.0.1") == (worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
-    assert worker.leave_group("10.0.0.1")[0].progress == 5
+    assert worker.leave_group("10.0.0.1")[0].position == 5
     assert diary.steps == ["leave", "leave"], "it cannot listen without its rank"
 
 

@@ -223,9 +223,9 @@ class Interpreter:
             case Do.NOTE_HANG, _, _:
                 current.budget.note_hang()
             case Do.PAY_TO_CONTINUE, states.Regrouping(), _:
-                current.budget.pay_for_continuing(done.source.progress)
-            case Do.PAY_TO_CONTINUE, _, states.Polled(steps=steps):
-                current.budget.pay_for_continuing(steps)
+                current.budget.pay_for_continuing(done.source.position)
+            case Do.PAY_TO_CONTINUE, _, states.Polled(position=position):
+                current.budget.pay_for_continuing(position)
             case Do.PAY_FOR_RESTART, _, _ if current.incident.diagnosis is not None:
                 current.budget.pay_for_restart()
                 lifecycle.hooks.on_failure(current.incident.diagnosis)
@@ -260,13 +260,13 @@ class Interpreter:
             is_resumed = state.why is states.Poll.RESUME
             return current.failed(report) if is_resumed else states.CallFailed(classify(report).kind)
         found = [answer.value for answer in report.values]
-        steps = max(each.progress for each in found)
-        obstacle = self._current.known().obstacle_to_continuing(steps) if state.why is states.Poll.PAY else None
+        position = max(each.position for each in found)
+        obstacle = self._current.known().obstacle_to_continuing(position) if state.why is states.Poll.PAY else None
         if obstacle:
             current.incident.obstacles.append(obstacle)
         elif state.why is states.Poll.PAY:
             logger.warning("%s; the call is tried again before it ends early", current.incident.cause)
-        return states.Polled(are_alike(found), steps)
+        return states.Polled(are_alike(found), position)
 
     # ---- a change in place
 
@@ -304,7 +304,7 @@ class Interpreter:
             # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
             replace(
                 found,
-                is_whole=found.is_whole and rank not in newcomers,
+                can_be_source=found.can_be_source and rank not in newcomers,
                 obstacle=None if change.why is Why.EVACUATE else found.obstacle,
             )
             for rank, found in zip(staying, report.values, strict=True)
@@ -315,7 +315,7 @@ class Interpreter:
             why = [*obstacles, "each was in the middle of a step that had begun to change its state"][0]
             obstacle = f"the survivors cannot continue by themselves: {why}"
         elif change.why is Why.FAILURE:
-            obstacle = self._current.known().obstacle_to_continuing(progress.source.progress)
+            obstacle = self._current.known().obstacle_to_continuing(progress.source.position)
         return replace(progress, obstacle=obstacle or "")
 
     def _lost_in_tear_down(self, change: states.Change, staying: Sequence[int], report: GroupReport) -> states.Lost:
@@ -413,7 +413,7 @@ class Interpreter:
                 is_smaller = change.why is Why.FAILURE and len(group) < self._scaling.max_workers
                 if change.why is not Why.SPLIT:  # even batches of one sample may lack memory in the smaller group
                     minds_memory = is_smaller and lifecycle.resizing.minds_memory
-                    current.shrank_at = state.source.progress if minds_memory else None
+                    current.shrank_at = state.source.position if minds_memory else None
                 lifecycle.owes_spares = True
             return states.Formed(current.incident.moves_rank_0(group.infos[0]))
         diagnosis = classify(report)

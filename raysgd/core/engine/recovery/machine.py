@@ -94,8 +94,8 @@ def transition(state: State, event: Event, known: Known) -> Step:
             return Step(AwaitingSnapshot(Raise(End.RAISED_APART)))
         case Polling(Poll.PAY), CallFailed():  # the next attempt fails, too, and pays
             return Step(Running("resume"))
-        case Polling(Poll.PAY), Polled(steps=steps):
-            if not known.obstacle_to_continuing(steps):
+        case Polling(Poll.PAY), Polled(position=position):
+            if not known.obstacle_to_continuing(position):
                 return Step(Running("resume"), (Do.PAY_TO_CONTINUE,))
             return _give_up(known) if known.is_ending else _restart_after_failure(known)
 
@@ -261,7 +261,7 @@ def _with_progress(state: TearingDown, progress: Progress, known: Known) -> Step
     change, members, source = state.change, state.members, progress.source
     if change.why is Why.REUSE:
         return Step(FillingUp(change, members, progress.reports))
-    if source is None or (change.why is Why.FAILURE and known.obstacle_to_continuing(source.progress)):
+    if source is None or (change.why is Why.FAILURE and known.obstacle_to_continuing(source.position)):
         return _cannot_continue(change, members, known)
     forming = Regrouping if change.why is Why.EVACUATE else FillingUp
     return Step(forming(change, members, progress.reports))

@@ -133,7 +133,7 @@ class RunningCall:
     Attributes:
         was_sent: True if a rank may have received the call.
         num_lost_copies: Number of snapshots of the paused call that were lost.
-        shrank_at: Step at which survivors continued in a smaller group, with more samples per worker.
+        shrank_at: Position in the call at which survivors continued in a smaller group, with more samples per worker.
         incident: What has last befallen the group.
         report: The report of the ranks' last call. None if they may still run it.
         error: The error with which the call ends, if it fails.

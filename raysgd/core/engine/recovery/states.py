@@ -401,10 +401,10 @@ class LostInTransit:
 
 @dataclass(frozen=True)
 class Polled:
-    """All ranks have reported. `are_alike`: they have the same state. `steps`: the most that one has completed."""
+    """All ranks have reported. `are_alike`: they have the same state. `position`: that of the most advanced rank."""
 
     are_alike: bool = True
-    steps: int = 0
+    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -478,8 +478,8 @@ class Known:
         num_lost_copies: Number of snapshots of this call, taken while it was paused, that were lost.
         num_retries: Retries of the call.
         num_left: Retries that are left.
-        continued_at: Step at which survivors continued the last time. None if they have not.
-        free_from: Continuing is free from this step on.
+        continued_at: Position in the call at which survivors continued the last time. None if they have not.
+        free_from: Continuing is free from this position on.
         num_starts_left: Retries of a start that are left. None if only `num_attempts` limits starts.
         num_attempts: Number of attempts to start a group.
     """
@@ -519,15 +519,15 @@ class Known:
         """Return the facts after the group was killed."""
         return replace(self, members=NOBODY, only_in_workers=False)
 
-    def obstacle_to_continuing(self, steps: int) -> str | None:
-        """Return why the retries do not allow survivors that have completed `steps` steps to continue, if they do not.
+    def obstacle_to_continuing(self, position: int) -> str | None:
+        """Return why the retries do not allow survivors at this position in the call to continue, if they do not.
 
         Survivors that completed no step since they last continued cannot continue again, because continuing may have
         broken them.
         """
-        if self.continued_at is not None and steps <= self.continued_at:
+        if self.continued_at is not None and position <= self.continued_at:
             return "no step was completed since the survivors went on the last time"
-        if not self.num_retries or (self.num_left <= 0 and steps < self.free_from):
+        if not self.num_retries or (self.num_left <= 0 and position < self.free_from):
             return "no retry is left to pay for going on"
         return None
 

@@ -190,16 +190,16 @@ class ReplicaProgress:
     """The progress of a replica in its current or last call, and whether it can continue in a new group.
 
     Attributes:
-        progress: Number of completed steps of the call. All ranks count steps in the same way. A finished training call
-            counts as one more step, so that ranks that have finished the call are ahead of the others.
-        is_whole: True if the replica has the state after a completed step. Other replicas may then copy this state.
+        position: How far the replica is in the call: the number of completed steps, plus one once the call has ended.
+            All ranks count in the same way.
+        can_be_source: True if the replica has the state after a completed step, which other replicas may then copy.
         obstacle: Reason why the replica cannot continue in a new group, or None if it can.
         words: Description of the progress, for the users' log.
         admits: True if other workers may join the group at this point of the call.
     """
 
-    progress: int = 0
-    is_whole: bool = True
+    position: int = 0
+    can_be_source: bool = True
     obstacle: str | None = None
     words: str = ""
     admits: bool = True

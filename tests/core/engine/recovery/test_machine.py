@@ -103,12 +103,12 @@ def events(node: Node) -> Iterator[Event]:
         case Polling(Poll.RESUME):
             yield from (Polled(), CallFailed("died"))
         case Polling():
-            yield from (Polled(), Polled(are_alike=False), Polled(steps=1), CallFailed("died"))
+            yield from (Polled(), Polled(are_alike=False), Polled(position=1), CallFailed("died"))
         case Settling():
             yield from (Survivors(each, True) for each in (*smaller(known.members), known.members))
         case TearingDown(_, members):
             yield from (Progress((ReplicaProgress(steps),)) for steps in (0, 1))
-            yield from (Progress((ReplicaProgress(is_whole=False),)), Lost(members, by_user=True))
+            yield from (Progress((ReplicaProgress(can_be_source=False),)), Lost(members, by_user=True))
             yield from map(Lost, smaller(members))
         case FillingUp(_, members):
             joining = state.change.joining
