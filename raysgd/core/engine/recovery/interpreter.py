@@ -203,9 +203,9 @@ class Interpreter:
         match command, done, event:
             case states.Record(kind), _, _:
                 current.record(kind, done, state)
-            case states.Abandon(change, members), _, _:
+            case states.Abandon(change), _, _:
                 self._kill_joining(change.joining)
-                current.abandon(change, members, getattr(event, "obstacle", ""))
+                current.abandon(command)
             case Do.GIVE_STATE_UP, _, _:
                 lifecycle.gives_state_up = True
             case Do.DROP_IN_TRANSIT, _, _:
@@ -225,6 +225,7 @@ class Interpreter:
             case Do.PAY_TO_CONTINUE, states.Regrouping(), _:
                 current.budget.pay_for_continuing(done.source.position)
             case Do.PAY_TO_CONTINUE, _, states.Polled(position=position):
+                logger.warning("%s; the call is tried again before it ends early", current.incident.cause)
                 current.budget.pay_for_continuing(position)
             case Do.PAY_FOR_RESTART, _, _ if current.incident.diagnosis is not None:
                 current.budget.pay_for_restart()
@@ -260,13 +261,7 @@ class Interpreter:
             is_resumed = state.why is states.Poll.RESUME
             return current.failed(report) if is_resumed else states.CallFailed(classify(report).kind)
         found = [answer.value for answer in report.values]
-        position = max(each.position for each in found)
-        obstacle = self._current.known().obstacle_to_continuing(position) if state.why is states.Poll.PAY else None
-        if obstacle:
-            current.incident.obstacles.append(obstacle)
-        elif state.why is states.Poll.PAY:
-            logger.warning("%s; the call is tried again before it ends early", current.incident.cause)
-        return states.Polled(are_alike(found), position)
+        return states.Polled(are_alike(found), max(each.position for each in found))
 
     # ---- a change in place
 
@@ -294,37 +289,29 @@ class Interpreter:
             self._lifecycle.suspect(living)
         return states.Survivors(group.of_ranks(living), bool(group.stuck))
 
-    def _tearing_down(self, state: states.TearingDown) -> states.Progress | states.Lost:
+    def _tearing_down(self, state: states.TearingDown) -> states.Progress | states.Lost | states.UserRaised:
         group, change = self._lifecycle.running, state.change
         staying, newcomers = group.ranks_of(state.members), group.ranks_of(self._lifecycle.newcomers)
         report = group.tear_down(staying, self._monitor.poll)
         if not report.ok:
             return self._lost_in_tear_down(change, staying, report)
-        reports = tuple(
-            # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
-            replace(
-                found,
-                can_be_source=found.can_be_source and rank not in newcomers,
-                obstacle=None if change.why is Why.EVACUATE else found.obstacle,
-            )
-            for rank, found in zip(staying, report.values, strict=True)
+        # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
+        changes = {"obstacle": None} if change.why is Why.EVACUATE else {}
+        newcomer = {"can_be_source": False}
+        found = zip(staying, report.values, strict=True)
+        return states.Progress(
+            tuple(replace(each, **changes, **(newcomer if rank in newcomers else {})) for rank, each in found)
         )
-        progress, obstacle = states.Progress(reports), None
-        if progress.source is None:
-            obstacles = [each.obstacle for each in reports if each.obstacle]
-            why = [*obstacles, "each was in the middle of a step that had begun to change its state"][0]
-            obstacle = f"the survivors cannot continue by themselves: {why}"
-        elif change.why is Why.FAILURE:
-            obstacle = self._current.known().obstacle_to_continuing(progress.source.position)
-        return replace(progress, obstacle=obstacle or "")
 
-    def _lost_in_tear_down(self, change: states.Change, staying: Sequence[int], report: GroupReport) -> states.Lost:
+    def _lost_in_tear_down(
+        self, change: states.Change, staying: Sequence[int], report: GroupReport
+    ) -> states.Lost | states.UserRaised:
         group = self._lifecycle.running
         failed = {outcome.rank: outcome.failure for outcome in report.outcomes if not outcome.ok}
         if any(failure is not None and failure.kind == "user" for failure in failed.values()):
-            obstacle = "a surviving worker could not report its progress"
-            logger.warning("%s: %s", obstacle, words(classify(report)))
-            return states.Lost(group.of_ranks(staying), by_user=True, obstacle=obstacle)
+            what = "a surviving worker could not report its progress"
+            logger.warning("%s: %s", what, words(classify(report)))
+            return states.UserRaised(what)
         # Ranks that have not answered are not in this set, because they may just be slow.
         dead = {rank for rank, failure in failed.items() if failure is not None} or set(failed)
         left = group.of_ranks(rank for rank in staying if rank not in dead)
@@ -356,9 +343,7 @@ class Interpreter:
             if change.why is Why.REUSE:
                 missing = least - num_staying - len(joining)
                 joining += group.standby.take_needed(missing, missing, self._monitor.poll) or []
-        num_workers = num_staying + len(joining)
-        obstacle = f"{num_workers} workers are left, but {least} are needed" if num_workers < least else ""
-        return states.Filled(tuple(joining), states.NOBODY, until, obstacle)
+        return states.Filled(tuple(joining), until=until)
 
     def _fill_up(self, state: states.FillingUp, joining: list[StandbyWorker], wait_s: float) -> bool:
         """Take ready standby workers into `joining`, and start more of them if the group is not full.
@@ -391,7 +376,7 @@ class Interpreter:
             return self._scaling.max_workers
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
-    def _regrouping(self, state: states.Regrouping) -> states.Formed | states.Lost:
+    def _regrouping(self, state: states.Regrouping) -> states.Formed | states.Lost | states.UserRaised:
         lifecycle, group, current = self._lifecycle, self._lifecycle.running, self._current
         change, reports, source = state.change, state.reports, state.reports.index(state.source)
         if change.why is Why.EVACUATE:
@@ -417,20 +402,20 @@ class Interpreter:
                 lifecycle.owes_spares = True
             return states.Formed(current.incident.moves_rank_0(group.infos[0]))
         diagnosis = classify(report)
-        obstacle = f"could not form a new group: {words(diagnosis)}"
-        logger.warning("%s", obstacle)
+        what = f"could not form a new group: {words(diagnosis)}"
+        logger.warning("%s", what)
         if diagnosis.kind == "user":
-            return states.Lost(state.members, by_user=True, obstacle=obstacle)
+            return states.UserRaised(what)
         settled = group.settle(report)
         lifecycle.suspect(settled)
-        return states.Lost(group.of_ranks(settled), obstacle=obstacle)
+        return states.Lost(group.of_ranks(settled), what)
 
     # ---- the state goes to the driver
 
-    def _capturing(self, state: states.Capturing) -> states.Captured | states.Lost:
+    def _capturing(self, state: states.Capturing) -> states.Captured | states.NotDone:
         self._current.report = report = self._on_all(replica.capture_here)
         if not report.ok:
-            return states.Lost(obstacle=states.LostInTransit.obstacle)
+            return states.NotDone()
         parts = [answer.value for answer in report.values]
         return states.Captured(all(part.progress is not None for part in parts), parts)
 
@@ -451,7 +436,7 @@ class Interpreter:
 
     # ---- back to the last snapshot
 
-    def _rebuilding(self, state: states.Rebuilding) -> states.Done | states.Lost:
+    def _rebuilding(self, state: states.Rebuilding) -> states.Done | states.NotDone:
         lifecycle, group, on_wait = self._lifecycle, self._lifecycle.running, self._monitor.poll
         if state.is_again:
             assert self._current.report is not None
@@ -464,21 +449,21 @@ class Interpreter:
             return states.Done()
         what = "restore the state" if state.is_again else "form a new group"
         logger.warning("could not %s: %s", what, words(classify(report)))
-        return states.Lost()
+        return states.NotDone()
 
     def _scheduling(self, state: states.Scheduling) -> states.Resources:
         found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._current.incident.cause)
         return states.Resources(*found)
 
-    def _launching(self, state: states.Launching) -> states.Done | states.Lost | states.NotGranted:
+    def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.NotGranted:
         try:
             has_started = self._lifecycle.try_start(state.num_workers, state.num_spares, _REBUILD_RESERVATION_S)
         except ReservationTimeoutError as error:  # another program took the free resources, or their node was lost
             logger.warning("%s", str(error).partition("\n")[0])
             return states.NotGranted()
-        return states.Done() if has_started else states.Lost()
+        return states.Done() if has_started else states.NotDone()
 
-    def _restoring(self, state: states.Restoring) -> states.Done | states.Lost:
+    def _restoring(self, state: states.Restoring) -> states.Done | states.NotDone:
         # Also watch the repeated calls, which may hang, too.
         on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
         self._current.report = report = self._snapshots.restore(self._lifecycle.running, on_wait)
@@ -487,7 +472,7 @@ class Interpreter:
             return states.Done()
         diagnosis = classify(report)
         if diagnosis.kind != "user":
-            return states.Lost()
+            return states.NotDone()
         lost_parts = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
         if lost_parts:  # no node has this rank's shard of the snapshot
             raise WorkersLostError(f"{lost_parts[0]} {self._snapshots.last_file_in_words}")

@@ -38,6 +38,7 @@ from raysgd.core.engine.recovery.states import (
     Lost,
     LostInTransit,
     Members,
+    NotDone,
     NotGranted,
     Paused,
     Plan,
@@ -59,6 +60,7 @@ from raysgd.core.engine.recovery.states import (
     Step,
     Survivors,
     TearingDown,
+    UserRaised,
     Why,
 )
 
@@ -95,37 +97,40 @@ def transition(state: State, event: Event, known: Known) -> Step:
         case Polling(Poll.PAY), CallFailed():  # the next attempt fails, too, and pays
             return Step(Running("resume"))
         case Polling(Poll.PAY), Polled(position=position):
-            if not known.obstacle_to_continuing(position):
+            obstacle = known.obstacle_to_continuing(position)
+            if obstacle is None:
                 return Step(Running("resume"), (Do.PAY_TO_CONTINUE,))
-            return _give_up(known) if known.is_ending else _restart_after_failure(known)
+            step = _give_up(known) if known.is_ending else _restart_after_failure(known)
+            return step.after(Abandon(Change(Why.FAILURE), known.members, obstacle))
 
         # ---- a change in place
         case Settling(change), Survivors(members, has_stuck):
             return _with_survivors(change, members, has_stuck, known)
         case TearingDown(), Progress():
             return _with_progress(state, event, known)
-        case TearingDown(change, members), Lost(by_user=True):
-            return _cannot_continue(change, members, known)
-        case TearingDown(change), Lost(members):
-            return _tear_down(change, members, known)
+        case TearingDown(change, members), UserRaised(words):
+            return _cannot_continue(change, members, known, words)
+        case TearingDown(change), Lost(left):
+            return _tear_down(change, left, known)
         case FillingUp(change, members, reports), Filled(joining, silent, until):
             change = replace(change, joining=joining, until=until)
             if silent:
                 return _tear_down(change, members - silent, known)
-            if len(members) + len(joining) < known.min_workers:
-                return _cannot_continue(change, members, known)
+            if (num_workers := len(members) + len(joining)) < known.min_workers:
+                few = f"{num_workers} workers are left, but {known.min_workers} are needed"
+                return _cannot_continue(change, members, known, few)
             if isinstance(change.plan, Restart):
                 return Step(Rebuilding(change.plan, members, joining))
             return Step(Regrouping(change, members, reports))
         case Regrouping(), Formed(moves_rank_0):
             return _with_group(state, moves_rank_0, known)
-        case Regrouping(change, members), Lost(left, by_user):
+        case Regrouping(change, members), UserRaised(words):
+            return _cannot_continue(replace(change, has_regrouped=True, joining=()), members, known, words)
+        case Regrouping(change, members), Lost(left, words):
             change = replace(change, has_regrouped=True, joining=(), until=None)
-            if by_user:
-                return _cannot_continue(change, members, known)
             if left == known.members:  # the next attempt would fail, too
-                return _cannot_continue(change, members, known, is_failure=True)
-            return _tear_down(change, left, known)
+                return _cannot_continue(change, members, known, words, is_failure=True)
+            return _tear_down(change, left, known, words)
 
         # ---- the state goes to the driver
         case Capturing(Change(plan=EndEarly()) as change), Captured(is_inside=False):
@@ -134,7 +139,7 @@ def transition(state: State, event: Event, known: Known) -> Step:
             assert change.plan is not None
             plan = EndEarly(parts) if isinstance(change.plan, EndEarly) else change.plan
             return Step(AwaitingSnapshot(plan, change), (Do.TAKE_PARTS,))
-        case Capturing(change), Lost():
+        case Capturing(change), NotDone():
             return _copy_again(change, known)
         case AwaitingSnapshot(EndEarly() as plan), Landed():
             return _end_early(plan, known)
@@ -158,18 +163,18 @@ def transition(state: State, event: Event, known: Known) -> Step:
             return Step(Launching(plan, num_workers, num_spares))
         case Launching(plan), Done():
             return Step(Restoring(replace(plan, is_launched=True)))
-        case Launching(plan), Lost():
+        case Launching(plan), NotDone():
             return _start_again(plan, known)
         case Launching(plan), NotGranted():
             return _schedule(plan.next_attempt, known)
         case Rebuilding(plan), Done():
             return Step(Restoring(plan), (Do.DROP_IN_TRANSIT,))
-        case Rebuilding(plan), Lost():
+        case Rebuilding(plan), NotDone():
             return _start_others(plan, known)
         case Restoring(plan), Done():
             next_state = Running("resume" if known.is_inside else "start") if known.in_call else Finished()
             return Step(next_state, (Record(plan.kind),))
-        case Restoring(plan), Lost():
+        case Restoring(plan), NotDone():
             return Step(Rebuilding(plan, is_again=True))
     raise AssertionError(f"{state} cannot end with {event}")
 
@@ -249,20 +254,24 @@ def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Kn
     return _tear_down(change, members, known).after(*hangs)
 
 
-def _tear_down(change: Change, members: Members, known: Known) -> Step:
+def _tear_down(change: Change, members: Members, known: Known, words: str = "no worker is left") -> Step:
     if members:
         return Step(TearingDown(change, members))
     if change.why is Why.REUSE and known.num_standby:
         return Step(FillingUp(change, NOBODY))
-    return _cannot_continue(change, NOBODY, known)
+    return _cannot_continue(change, NOBODY, known, words)
 
 
 def _with_progress(state: TearingDown, progress: Progress, known: Known) -> Step:
     change, members, source = state.change, state.members, progress.source
     if change.why is Why.REUSE:
         return Step(FillingUp(change, members, progress.reports))
-    if source is None or (change.why is Why.FAILURE and known.obstacle_to_continuing(source.position)):
-        return _cannot_continue(change, members, known)
+    if source is None:
+        torn = "each was in the middle of a step that had begun to change its state"
+        why = next((each.obstacle for each in progress.reports if each.obstacle), torn)
+        return _cannot_continue(change, members, known, f"the survivors cannot continue by themselves: {why}")
+    if change.why is Why.FAILURE and (obstacle := known.obstacle_to_continuing(source.position)):
+        return _cannot_continue(change, members, known, obstacle)
     forming = Regrouping if change.why is Why.EVACUATE else FillingUp
     return Step(forming(change, members, progress.reports))
 
@@ -280,7 +289,7 @@ def _with_group(state: Regrouping, moves_rank_0: bool, known: Known) -> Step:
     return Step(Running("resume") if known.in_call else Finished(), tuple(commands))
 
 
-def _cannot_continue(change: Change, members: Members, known: Known, *, is_failure: bool = False) -> Step:
+def _cannot_continue(change: Change, members: Members, known: Known, why: str, *, is_failure: bool = False) -> Step:
     """The group cannot be changed in place."""
     match change:
         case Change(Why.EVACUATE, failed, plan=EndEarly()):
@@ -295,7 +304,7 @@ def _cannot_continue(change: Change, members: Members, known: Known, *, is_failu
         case _:
             plan = Restart("restored" if is_failure or change.expected - members else KINDS[change.why])
             step = Step(AwaitingSnapshot(plan)) if known.in_call else restart(plan, known)
-    return step.after(Abandon(change, members))
+    return step.after(Abandon(change, members, why))
 
 
 def _enlarge(change: Change, known: Known) -> Step:
@@ -313,7 +322,9 @@ def _copy_again(change: Change, known: Known) -> Step:
     num_copies = change.num_copies + 1 if is_early or change.copied_by == known.members else 1
     if num_copies < NUM_COPIES:
         return Step(Settling(replace(change, num_copies=num_copies, copied_by=known.members)))
-    return _enlarge(change, known) if is_early else _cannot_continue(change, known.members, known)
+    if is_early:
+        return _enlarge(change, known)
+    return _cannot_continue(change, known.members, known, f"it was lost in transit {NUM_COPIES} times")
 
 
 def _without_copy(known: Known) -> Step:

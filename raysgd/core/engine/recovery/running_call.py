@@ -392,9 +392,9 @@ class RunningCall:
         if isinstance(done, states.Restoring):
             lifecycle.end_replacements()
 
-    def abandon(self, change: states.Change, members: states.Members, obstacle: str) -> None:
-        """Note that the group is not changed in place, and why. `members` are left."""
-        why = obstacle or "no worker is left"
+    def abandon(self, abandon: states.Abandon) -> None:
+        """Note that the group is not changed in place, and why."""
+        change, members, why = abandon.change, abandon.members, abandon.why
         if isinstance(change.plan, states.EndEarly):
             logger.warning("no worker has the state of a completed step: %s", why)
         elif change.why is Why.EVACUATE:
@@ -403,7 +403,7 @@ class RunningCall:
             logger.warning("no process can be reused, so new workers are started: %s", why)
         else:
             self.incident.lose(change.expected - members)
-            self.incident.obstacles += [obstacle] if obstacle and members else []
+            self.incident.obstacles += [why] if members else []
 
     def _needs_refill(self, diagnosis: Diagnosis) -> bool:
         """Return True if survivors ran out of memory in their first step after the group shrank.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from raysgd.core.engine.policies import choose_source
 from raysgd.core.engine.shared.group_events import EventKind
@@ -335,10 +335,9 @@ class Survivors:
 
 @dataclass(frozen=True)
 class Progress:
-    """All members have left the group, with these `reports` in rank order. `obstacle`: why none can be continued."""
+    """All members have left the group, with these `reports` in rank order."""
 
     reports: tuple[ReplicaProgress, ...]
-    obstacle: str = field(default="", compare=False)
 
     @property
     def source(self) -> ReplicaProgress | None:
@@ -349,17 +348,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Lost:
-    """Workers were lost.
+    """The group was not changed, because workers were lost. These are `left`. `words` say what happened."""
 
-    Attributes:
-        members: The workers that are left.
-        by_user: True if user code raised an exception.
-        obstacle: Why the group cannot be changed in place now.
-    """
+    left: Members
+    words: str = field(default="no worker is left", compare=False)
 
-    members: Members = NOBODY
-    by_user: bool = False
-    obstacle: str = field(default="", compare=False)
+
+@dataclass(frozen=True)
+class UserRaised:
+    """The group was not changed, because user code raised an exception. `words` say where."""
+
+    words: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -369,7 +368,6 @@ class Filled:
     joining: tuple[Any, ...]
     silent: Members = NOBODY
     until: float | None = field(default=None, compare=False)
-    obstacle: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -396,8 +394,6 @@ class Landed:
 class LostInTransit:
     """No snapshot with the workers' state has arrived."""
 
-    obstacle: ClassVar[str] = f"it was lost in transit {NUM_COPIES} times"
-
 
 @dataclass(frozen=True)
 class Polled:
@@ -421,6 +417,11 @@ class Done:
 
 
 @dataclass(frozen=True)
+class NotDone:
+    """Workers were lost, so the group was not launched, rebuilt or restored, or its state was not copied."""
+
+
+@dataclass(frozen=True)
 class NotGranted:
     """Another program took the resources."""
 
@@ -441,8 +442,8 @@ class Interrupted:
 
 
 Event: TypeAlias = (
-    "CallRefused | Paused | CallFailed | Survivors | Progress | Lost | Filled | Formed | Captured | Landed"
-    " | LostInTransit | Polled | Resources | Done | NotGranted | Interrupted"
+    "CallRefused | Paused | CallFailed | Survivors | Progress | Lost | UserRaised | Filled | Formed | Captured"
+    " | Landed | LostInTransit | Polled | Resources | Done | NotDone | NotGranted | Interrupted"
 )
 
 # ------------------------------------------------------------------------------------------------------- what is known
@@ -564,6 +565,7 @@ class Abandon:
 
     change: Change
     members: Members
+    why: str = field(default="no worker is left", compare=False)
 
 
 Command: TypeAlias = "Do | Record | Abandon"

@@ -35,6 +35,7 @@ from raysgd.core.engine.recovery.states import (
     Lost,
     LostInTransit,
     Members,
+    NotDone,
     NotGranted,
     Paused,
     Poll,
@@ -54,6 +55,7 @@ from raysgd.core.engine.recovery.states import (
     Step,
     Survivors,
     TearingDown,
+    UserRaised,
     Why,
 )
 from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
@@ -108,7 +110,7 @@ def events(node: Node) -> Iterator[Event]:
             yield from (Survivors(each, True) for each in (*smaller(known.members), known.members))
         case TearingDown(_, members):
             yield from (Progress((ReplicaProgress(steps),)) for steps in (0, 1))
-            yield from (Progress((ReplicaProgress(can_be_source=False),)), Lost(members, by_user=True))
+            yield from (Progress((ReplicaProgress(can_be_source=False),)), UserRaised())
             yield from map(Lost, smaller(members))
         case FillingUp(_, members):
             joining = state.change.joining
@@ -117,20 +119,20 @@ def events(node: Node) -> Iterator[Event]:
                 yield Filled((2,))
             yield from (Filled(joining, members - each) for each in smaller(members))
         case Regrouping():
-            yield from (Formed(), Formed(moves_rank_0=True), Lost(by_user=True), Lost(known.members))
+            yield from (Formed(), Formed(moves_rank_0=True), UserRaised(), Lost(known.members))
             yield from map(Lost, smaller(known.members))
         case Capturing():
-            yield from (Captured(True), Captured(False), Lost())
+            yield from (Captured(True), Captured(False), NotDone())
         case AwaitingSnapshot():
             yield from (Landed(), LostInTransit())
         case Scheduling():
             yield from (Resources(2), Resources())
         case Launching():
-            yield from (Done(), Lost(), NotGranted())
+            yield from (Done(), NotDone(), NotGranted())
         case Rebuilding() if not known.members:
-            yield Lost()
+            yield NotDone()
         case Rebuilding() | Restoring():
-            yield from (Done(), Lost())
+            yield from (Done(), NotDone())
 
 
 def faults_of(node: Node, event: Event, step: Step) -> Iterator[str]:
@@ -181,7 +183,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         known = replace(known, num_left=known.num_left - (known.free_from > 1), continued_at=1, free_from=3)
     if Do.PAY_FOR_START in commands:
         known = replace(known, num_starts_left=(known.num_starts_left or 0) - 1)
-    if isinstance(state, Restoring) and isinstance(event, Lost):
+    if isinstance(state, Restoring) and isinstance(event, NotDone):
         known = replace(known, members=(smaller(known.members) or [NOBODY])[-1])
     if state == Polling(Poll.PAY) and isinstance(event, CallFailed):
         known = replace(known, members=(smaller(known.members) or [known.members])[-1])  # nothing else ends such a wait
