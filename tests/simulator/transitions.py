@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.recovery.states import Abandon, Do, Event, Known, Record, Settling, State, Step, Why
+from raysgd.core.engine.recovery.states import (
+    Abandon,
+    CopyInside,
+    Do,
+    Evacuate,
+    Event,
+    Known,
+    Record,
+    Settling,
+    State,
+    Step,
+)
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
@@ -44,7 +55,8 @@ class Transitions:
 
     def _watch(self, step: Step) -> None:
         invariants, controller, state = self._simulation.invariants, self._simulation.controller, step.state
-        if isinstance(state, Settling) and state.change.why is Why.EVACUATE and not state.change.has_regrouped:
+        change = state.change if isinstance(state, Settling) else None
+        if isinstance(change, CopyInside | Evacuate) and not change.num_copies:
             self._befallen = dict(self._simulation.befalling.kinds)
             group = self._simulation.controller.running
             workers = zip(group.workers, group.processes, strict=True)

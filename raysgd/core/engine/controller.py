@@ -21,8 +21,8 @@ from raysgd.core.cluster.ray_cluster import cluster_view
 from raysgd.core.cluster.ray_session import RayThreads
 from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.lifecycle import RELEASE_S, START_ATTEMPTS, Clock, ElasticRules, Lifecycle
-from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor
+from raysgd.core.engine.lifecycle import RELEASE_S, Clock, ElasticRules, Lifecycle
+from raysgd.core.engine.monitor import LEAVING, NODES_S, ROOM, Monitor
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy, classify
 from raysgd.core.engine.recovery import interpreter
 from raysgd.core.engine.recovery.interpreter import Interpreter
@@ -40,7 +40,6 @@ from raysgd.exceptions import OnFailure, RaySGDError, WorkersLostError
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRIES = 3
-_NODES_S = 2.0
 _SPARE_POLL_S = 0.1
 _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
@@ -87,22 +86,16 @@ class Turns:
     @contextmanager
     def closed(self, why: str) -> Iterator[None]:
         """Inside the `with` block, refuse calls from this thread: raise `ValueError` with the message `why`."""
-        before = self._why_closed
+        before = getattr(self._closed, "why", None)
         self._closed.why = why
         try:
             yield
         finally:
             self._closed.why = before
 
-    @property
-    def _why_closed(self) -> str | None:
-        """Why this thread must not start a call now. None if it may."""
-        why: str | None = getattr(self._closed, "why", None)
-        return why
-
     def _check_open(self) -> None:
-        if self._why_closed is not None:
-            raise ValueError(self._why_closed)
+        if (why := getattr(self._closed, "why", None)) is not None:
+            raise ValueError(why)
 
     def reserve(self) -> PlaceInLine:
         """Reserve the next position in the queue of calls.
@@ -279,7 +272,6 @@ class ElasticController(Lifecycle):
         hooks: GroupHooks | None = None,
     ) -> None:
         super().__init__(spec, scaling, make_group, view, clock, rules or ElasticRules(), hooks or GroupHooks())
-        self._start_budget = start_budget
         _OF_THIS_PROGRAM.add(self)
         # If the driver is the only worker and there are no spares, changes in the cluster do not matter.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
@@ -342,10 +334,8 @@ class ElasticController(Lifecycle):
         with self.turns.take_turn():
             if self.take_over():
                 self._monitor.settle_last_hold()
-            elif as_fits:
-                self.recovery.restart("started", "a new trainer")
             else:
-                self.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
+                self.recovery.restart("started", "a new trainer", needs_all=not as_fits)
 
     def stop(self, force: bool = False) -> None:
         """Stop the workers and release their resources. If a call is running, it raises `TrainerShutdownError`.
@@ -388,13 +378,8 @@ class ElasticController(Lifecycle):
             if each.view is self.view
             # One trainer may have two controllers, which then have the same `make_replica`.
             and each.spec.make_replica is not self.spec.make_replica
-            and each._holds_room
+            and each.has_remote_workers
         ]
-
-    @property
-    def _holds_room(self) -> bool:
-        group = self.group
-        return group is not None and not group.is_driver_only and not self.has_session_ended
 
     def give_way(self) -> bool:
         """If this trainer is idle, take a snapshot and stop its workers, so that another trainer can use the resources.
@@ -464,8 +449,8 @@ class ElasticController(Lifecycle):
                 # If the call took longer than estimated, a snapshot is due now.
                 if self.spec.captures_after_calls and self.snapshots.is_overdue:
                     self._run(copy_call(), budget)
-                if self._follows_cluster and not self.is_ending:
-                    self.start_owed_spares()
+                if self._follows_cluster and self.owes_spares and not self.is_ending:
+                    self.start_spares()
                 has_failed = False
                 return ended
             finally:
@@ -648,7 +633,7 @@ class ElasticController(Lifecycle):
             return
         now = self.now()
         if now >= self._nodes_due:
-            self._nodes_due = now + _NODES_S
+            self._nodes_due = now + NODES_S
             if self.leaving_nodes_in_use():
                 self._leave_nodes(budget)
         if call.changes_state:

@@ -305,14 +305,6 @@ class WorkerGroup:
         self.give_ranks(kept.workers, kept.infos)
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
-    def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
-        """Return a description that lets the trainer's next process adopt this group.
-
-        Args:
-            facts: What the replicas' `setup` returned, by rank.
-        """
-        return KeptGroup(self.workers, self.infos, self.slots, facts)
-
     # ------------------------------------------------------------------------------------------------ calls
 
     def on_replica(
@@ -507,16 +499,13 @@ class WorkerGroup:
         Returns:
             The answers that arrive in time, by rank. None for a rank that has no replica.
         """
-        asked = range(len(self.workers)) if ranks is None else ranks
-        return self._answers(self._submit(asked, WorkerProcess.beside, function, *args), timeout_s)
+        return self.ask_workers(WorkerProcess.beside, function, *args, ranks=ranks, timeout_s=timeout_s)
 
     def ask_workers(
-        self, method: Callable[[WorkerProcess], T], ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
-    ) -> dict[int, T]:
+        self, method: Any, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
+    ) -> dict[int, Any]:
         """Call a worker method that runs beside calls. Return what `ask_beside` returns."""
-        return self._answers(self._submit(range(len(self.workers)) if ranks is None else ranks, method), timeout_s)
-
-    def _answers(self, calls: Mapping[int, Reference], timeout_s: float) -> dict[int, Any]:
+        calls = self._submit(range(len(self.workers)) if ranks is None else ranks, method, *args)
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         if remote:
             await_all(self._platform, remote.values(), timeout_s)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd.core.cluster.keeper import keeper
+from raysgd.core.cluster.keeper import KeptGroup, keeper
 from raysgd.core.cluster.ray_session import session
 from raysgd.core.cluster.resources import ClusterView, capacity, explain, impossibility
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.policies import (
     Resizing,
-    RetryBudget,
     ScalingPolicy,
     Wait,
     WaitForWorkers,
@@ -49,6 +48,7 @@ _RETURN_S = 10.0  # on a busy machine, it takes seconds until a removed placemen
 _IN_THE_WAY_S = 5.0  # reservation timeout if this program's other trainers hold the resources: they rarely release them
 # Timeout for reserving free resources: Ray grants them at once unless another program took them.
 _GROWTH_RESERVATION_S = 1.0
+_REBUILD_RESERVATION_S = 10.0
 _SUSPICION_S = 60.0
 _HEAD_S = 0.5
 
@@ -171,8 +171,11 @@ class Lifecycle(ABC):
     @property
     def holds_only_state(self) -> bool:
         """True if the training state exists only in the workers. It must then be fetched before a worker is killed."""
-        if not self.snapshots.is_only_in_workers or self.gives_state_up:
-            return False
+        return self.snapshots.is_only_in_workers and not self.gives_state_up and self.has_remote_workers
+
+    @property
+    def has_remote_workers(self) -> bool:
+        """True if a group is running, with workers outside the driver."""
         return self.group is not None and not self.group.is_driver_only and not self.has_session_ended
 
     @property
@@ -200,9 +203,9 @@ class Lifecycle(ABC):
         If the workers outlive this process, also save the facts with the description of the group.
         """
         self.facts = facts
-        kept_by = keeper()
-        if kept_by and self.group is not None:  # this method runs after every change of the group
-            kept_by.keep_group(self.group.to_keep(facts))
+        kept_by, group = keeper(), self.group
+        if kept_by and group is not None:  # this method runs after every change of the group
+            kept_by.keep_group(KeptGroup(group.workers, group.infos, group.slots, facts))
 
     def sleep(self, seconds: float) -> None:
         """Wait for a number of seconds, then raise an error if the current call must not continue.
@@ -249,37 +252,22 @@ class Lifecycle(ABC):
 
     # ------------------------------------------------------------------------------------------------ starts
 
-    def start_workers(self, budget: RetryBudget) -> None:
-        """Start the workers for the first time, with resources for the full number of workers.
+    def try_start_all(self, num_workers: int, num_spares: int) -> bool:
+        """Start the workers of a new trainer, and wait until the resources for all of them are granted.
 
-        If a worker dies during the start, the start is repeated as long as the budget allows. If workers can join a
-        running group, only the dead worker is replaced, and the group may start with fewer workers until the
-        replacement is ready. An exception of the user's set-up code is raised at once.
-
-        Raises:
-            WorkersLostError: Workers died too often.
-            WorkerError: The user's set-up code failed.
-            ReservationTimeoutError: The resources were not granted in time.
+        See `try_start`.
         """
-        began = self.now()
-        self.allow_replacements()
         in_the_way, timeout_s = self.make_room(), self.spec.reservation_timeout_s
         if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # any other timeout was chosen by the user
             timeout_s = _IN_THE_WAY_S
         try:
-            while not self.try_start(self.scaling.max_workers, self.spec.num_spares, timeout_s):
-                if budget.is_spent:
-                    budget.refuse()
-                    raise start_error(budget)
-                budget.pay_for_restart()
+            return self.try_start(num_workers, num_spares, timeout_s)
         except ReservationTimeoutError as error:
             if not in_the_way:
                 raise
             raise ReservationTimeoutError(
                 f"This program holds the room itself: call `shutdown()` of {in_the_way} first.\n{error}"
             ) from None
-        self.end_replacements()
-        self.record("started", 0, began, "a new trainer")
 
     def take_over(self) -> bool:
         """Adopt the workers that the trainer's previous process left running. Return False if no workers were left."""
@@ -298,7 +286,7 @@ class Lifecycle(ABC):
         logger.info("found %s workers again", len(kept.workers))
         return True
 
-    def try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
+    def try_start(self, num_workers: int, num_spares: int, timeout_s: float = _REBUILD_RESERVATION_S) -> bool:
         """Start a group of `num_workers` workers. Return False if too few workers survive the start.
 
         Args:
@@ -310,9 +298,12 @@ class Lifecycle(ABC):
             WorkerError: The user's set-up code failed.
             ReservationTimeoutError: The resources were not granted in time.
         """
-        group = self.make_group(self.spec, num_workers)
-        group.num_spares = num_spares
-        report = self._start_group(group, timeout_s)
+        group = self._starting = self.make_group(self.spec, num_workers)
+        group.num_spares, group.standby.replacements = num_spares, self._replacements
+        try:
+            report = self._start_group(group, timeout_s)
+        finally:
+            self._starting = None
         if not report.ok:
             diagnosis = classify(report)
             if diagnosis.kind == "user":
@@ -345,28 +336,23 @@ class Lifecycle(ABC):
         Return the report of the start. If the hook reports that a worker died, return the hook's report instead. After
         any failure, kill the group and release its resources.
         """
-        self._starting = group
-        group.standby.replacements = self._replacements
         # Number of workers that must survive the start. None means all: without `keeps_processes`, the group cannot
         # change later.
         num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
-        try:
-            with OnFailure(group.kill):
-                self.check_active()  # if `stop` is called after this check, it finds the group in `_starting`
-                report = group.start(timeout_s, num_needed)
-                if self.scaling.max_workers > self.spec.use_local:
-                    self._session = session()
-                report = self.without_lost(report, group, captures=self.spec.captures_after_calls)
-                if not report.ok:
-                    group.kill()
-                    return report
-                with OnFailure(partial(self._end_group, group)):
-                    failed = self.hooks.on_start(group)
-                if failed is not None:
-                    self._end_group(group)
-                return failed or report
-        finally:
-            self._starting = None
+        with OnFailure(group.kill):
+            self.check_active()  # if `stop` is called after this check, it finds the group in `_starting`
+            report = group.start(timeout_s, num_needed)
+            if self.scaling.max_workers > self.spec.use_local:
+                self._session = session()
+            report = self.without_lost(report, group, captures=self.spec.captures_after_calls)
+            if not report.ok:
+                group.kill()
+                return report
+            with OnFailure(partial(self._end_group, group)):
+                failed = self.hooks.on_start(group)
+            if failed is not None:
+                self._end_group(group)
+            return failed or report
 
     def without_lost(
         self,
@@ -571,11 +557,6 @@ class Lifecycle(ABC):
             num_wanted = self.scaling.max_workers + self.spec.num_spares
             self._start_more(missing, len(group), num_wanted - len(group.slots))
 
-    def start_owed_spares(self) -> None:
-        """Start missing spare workers if this was postponed."""
-        if self.owes_spares:
-            self.start_spares()
-
     @property
     def nodes_to_avoid(self) -> frozenset[str]:
         """IDs of nodes on which no new worker should be placed: nodes that may be dead or will be removed soon."""
@@ -715,11 +696,3 @@ class Lifecycle(ABC):
                 self.hooks.on_stop(group)
         finally:
             end(RELEASE_S)
-
-
-def start_error(budget: RetryBudget) -> WorkersLostError:
-    """Return the error that says that no retry of a start is left."""
-    return WorkersLostError(
-        f"Worker start-up failed: a worker process died, and the {budget.num_restarts} allowed retries "
-        "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
-    )

@@ -31,7 +31,7 @@ _FIRST_ROUND_S = 0.2  # length of the first round of a call, which is short beca
 _POLL_S = 0.2
 _MOST_STACKS = 8
 _REPORT_S = 1.0  # how long a report waits for stacks and heartbeats; ranks without an answer are listed as such
-_NODES_S = 2.0
+NODES_S = 2.0  # seconds between two questions which nodes are going away
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
 
@@ -83,7 +83,7 @@ class Monitor:
         first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
         is_soon = of_call and first_s <= _FIRST_ROUND_S
         self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
-        self._next_nodes, self._next_growth = now + _NODES_S, now
+        self._next_nodes, self._next_growth = now + NODES_S, now
         self._margin, self._is_holding = _MIN_MARGIN, False
         # This reason applies if the ranks stop although this monitor has not asked them to.
         self.reason = "the trainer's process, which has died, had stopped it for that" if can_hold else ROOM
@@ -138,7 +138,8 @@ class Monitor:
         if self._can_hold:
             self._hold_where_due()
         if self._is_of_call:
-            self._lifecycle.start_owed_spares()
+            if self._lifecycle.owes_spares:
+                self._lifecycle.start_spares()
             self._lifecycle.let_step_in()
         if not self._is_of_restore:
             self._snapshots.poll()  # Ray transfers a snapshot to this node only once it is requested
@@ -329,7 +330,7 @@ class Monitor:
         if group is None or self._is_holding:
             return
         if now >= self._next_nodes:
-            self._next_nodes = now + _NODES_S
+            self._next_nodes = now + NODES_S
             if lifecycle.leaving_nodes_in_use():
                 self._agree(group, LEAVING)
                 return

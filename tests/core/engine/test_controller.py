@@ -296,7 +296,7 @@ def test_a_start_on_what_there_is_room_for_costs_the_same() -> None:
     trainer.started(dies(0, at="built", nth=[1]), as_fits=True)
     assert (trainer.num_started, budget.num_spent) == (4, 1)
     [event] = trainer.controller.history.events
-    assert (event.kind, event.old_size, event.new_size) == ("started", 3, 2)
+    assert (event.kind, event.old_size, event.new_size) == ("started", 0, 2)
 
 
 def test_without_an_end_of_the_budget_a_start_is_tried_until_it_works() -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine import ranks as rank_rules
-from raysgd.core.engine.lifecycle import SETTLE_S, Lifecycle
+from raysgd.core.engine.lifecycle import SETTLE_S, START_ATTEMPTS, Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, are_alike, classify, takers, words
 from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.running_call import RunningCall
-from raysgd.core.engine.recovery.states import Do, Why
+from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, Evacuate, Reuse, Why
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_events import EventKind
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 # Longest time for which survivors wait for new workers; workers that take longer can still join later.
 STANDBY_WAIT_S = 30.0
 _AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example to save it to a file
-# Timeout for reserving free resources: Ray grants them at once unless another program took them.
-_REBUILD_RESERVATION_S = 10.0
 
 
 class Interpreter:
@@ -68,6 +66,8 @@ class Interpreter:
             states.Regrouping: self._regrouping,
             states.Capturing: self._capturing,
             states.AwaitingSnapshot: self._awaiting_snapshot,
+            states.AwaitingCopy: self._awaiting_snapshot,
+            states.AwaitingBriefly: self._awaiting_briefly,
             states.Rebuilding: self._rebuilding,
             states.Scheduling: self._scheduling,
             states.Launching: self._launching,
@@ -101,20 +101,24 @@ class Interpreter:
         assert ended is not None, "a call that runs ends"
         return ended
 
-    def restart(self, kind: EventKind, cause: str) -> None:
+    def restart(self, kind: EventKind, cause: str, *, needs_all: bool = False) -> None:
         """Between two calls, start a new group as large as free resources allow, and restore the last snapshot.
 
         Args:
             kind: Kind of the event in the history.
             cause: Reason for the restart, for the history.
+            needs_all: True to start all workers, and to wait until their resources are granted.
 
         Raises:
             WorkersLostError: Too few workers could be started, or the state is lost.
             WorkerError: The user's set-up code failed.
+            ReservationTimeoutError: With `needs_all`, the resources were not granted in time.
         """
         self._lifecycle.check_active()
         self._begin(cause)
-        self._follow(machine.restart(states.Restart(kind), self._current.known()))
+        if needs_all and self._current.starts is None:
+            self._current.starts = RetryBudget(START_ATTEMPTS - 1)
+        self._follow(machine.restart(states.Restart(kind, needs_all=needs_all), self._current.known()))
 
     def move(self, leaving: frozenset[str], cause: str) -> None:
         """Between two calls, remove the workers on nodes that are going away, and add ready standby workers.
@@ -199,12 +203,11 @@ class Interpreter:
         self, command: states.Command, done: states.State | None, event: states.Event | None, state: states.State
     ) -> None:
         """Perform a command, after the wait of `done` has ended with `event`, and before that of `state`."""
-        lifecycle, snapshots, current, starts = self._lifecycle, self._snapshots, self._current, self._starts
+        lifecycle, snapshots, current = self._lifecycle, self._snapshots, self._current
         match command, done, event:
             case states.Record(kind), _, _:
                 current.record(kind, done, state)
-            case states.Abandon(change), _, _:
-                self._kill_joining(change.joining)
+            case states.Abandon(), _, _:
                 current.abandon(command)
             case Do.GIVE_STATE_UP, _, _:
                 lifecycle.gives_state_up = True
@@ -216,8 +219,12 @@ class Interpreter:
                 snapshots.leave_call()
             case Do.NOTE_ABORTED, _, _:
                 snapshots.note_broken_off(current.call, has_group=lifecycle.group is not None)
-            case Do.KILL_JOINING, states.TearingDown(change) | states.FillingUp(change), _:
-                self._kill_joining(change.joining)
+            case Do.KILL_JOINING, _, states.Filled(joining):
+                self._kill_joining(joining)
+            case Do.KILL_JOINING, states.TearingDown(joining=joining) | states.FillingUp(joining=joining), _:
+                self._kill_joining(joining)
+            case Do.KILL_JOINING, _, _:
+                pass
             case Do.KILL_GROUP, _, _:
                 lifecycle.kill_group()
             case Do.NOTE_HANG, _, _:
@@ -230,8 +237,8 @@ class Interpreter:
             case Do.PAY_FOR_RESTART, _, _ if current.incident.diagnosis is not None:
                 current.budget.pay_for_restart()
                 lifecycle.hooks.on_failure(current.incident.diagnosis)
-            case Do.PAY_FOR_START, _, _ if starts is not None:
-                starts.pay_for_restart()
+            case Do.PAY_FOR_START, _, _ if current.starts is not None:
+                current.starts.pay_for_restart()
             case _:
                 raise AssertionError(f"{command} cannot follow {done}, {event}")
 
@@ -243,9 +250,7 @@ class Interpreter:
 
     def _wait(self, state: states.State) -> states.Event | Completed:
         """Wait for what a state names. Return how the wait has ended."""
-        change: Any = getattr(state, "change", None)
-        is_evacuation = change is not None and change.why is Why.EVACUATE
-        self._lifecycle.is_fetching = is_evacuation and not isinstance(change.plan, states.EndEarly)
+        self._lifecycle.is_fetching = isinstance(getattr(state, "change", None), Evacuate)
         return self._waits[type(state)](state)
 
     def _on_all(self, function: Callable[..., Any]) -> GroupReport:
@@ -267,25 +272,25 @@ class Interpreter:
 
     def _settling(self, state: states.Settling) -> states.Survivors:
         group, change = self._lifecycle.running, state.change
-        if change.why is Why.REUSE and not self._spec.renews:
+        if isinstance(change, Reuse) and not self._spec.renews:
             # Avoid the nodes of silent ranks, because killing an actor does not end a frozen process.
             living = group.answering([rank for rank in range(len(group)) if rank not in group.gone | group.silent])
-        elif change.why is Why.EVACUATE:
-            if not change.num_copies and not isinstance(change.plan, states.EndEarly):
+        elif isinstance(change, CopyInside | Evacuate):
+            if isinstance(change, Evacuate) and not change.num_copies:
                 self._monitor.watch()
             settled = group.settle(self._current.report)
             # A stuck rank may still finish a long step. A call that must end early asks it only if no other is left.
             with_stuck = {*settled, *group.stuck}
-            ranks = set(settled) if settled and isinstance(change.plan, states.EndEarly) else with_stuck
+            ranks = set(settled) if settled and isinstance(change, CopyInside) else with_stuck
             answering = group.answering(sorted(ranks - group.gone))
             living = [rank for rank in answering if group.workers[rank] not in self._lifecycle.newcomers]
         else:
             living = group.settle(self._current.report, self._monitor.tell_stuck)
-        if change.why is Why.FAILURE:
+        if isinstance(change, Continue) and change.why is Why.FAILURE:
             self._current.incident.silent = set(group.silent)
-        if change.why is Why.REUSE and not (living and self._spec.renews):
+        if isinstance(change, Reuse) and not (living and self._spec.renews):
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
-        if change.why is not Why.EVACUATE:
+        if isinstance(change, Continue | Reuse):
             self._lifecycle.suspect(living)
         return states.Survivors(group.of_ranks(living), bool(group.stuck))
 
@@ -296,7 +301,7 @@ class Interpreter:
         if not report.ok:
             return self._lost_in_tear_down(change, staying, report)
         # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
-        changes = {"obstacle": None} if change.why is Why.EVACUATE else {}
+        changes = {"obstacle": None} if isinstance(change, CopyInside | Evacuate) else {}
         newcomer = {"can_be_source": False}
         found = zip(staying, report.values, strict=True)
         return states.Progress(
@@ -315,7 +320,7 @@ class Interpreter:
         # Ranks that have not answered are not in this set, because they may just be slow.
         dead = {rank for rank, failure in failed.items() if failure is not None} or set(failed)
         left = group.of_ranks(rank for rank in staying if rank not in dead)
-        if change.why is Why.REUSE and not left:
+        if isinstance(change, Reuse) and not left:
             group.standby.kill_unresponsive()
         return states.Lost(left)
 
@@ -328,11 +333,12 @@ class Interpreter:
     def _filling_up(self, state: states.FillingUp) -> states.Filled:
         lifecycle, group, change, members = self._lifecycle, self._lifecycle.running, state.change, state.members
         self._keep_only(members)
-        until = change.until
+        until = state.until
         if until is None:
-            until = lifecycle.now() + (math.inf if change.why is Why.REFILL else STANDBY_WAIT_S)
-        joining, num_staying, least = [*change.joining], len(members), self._scaling.min_workers
-        with OnFailure(lambda: self._kill_joining(joining[len(change.joining) :])):
+            is_refill = isinstance(change, Continue) and change.why is Why.REFILL
+            until = lifecycle.now() + (math.inf if is_refill else STANDBY_WAIT_S)
+        joining, num_staying, least = [*state.joining], len(members), self._scaling.min_workers
+        with OnFailure(lambda: self._kill_joining(joining[len(state.joining) :])):
             if self._fill_up(state, joining, max(0.0, until - lifecycle.now())):
                 # Poll the ranks again, because some may have died unnoticed during the wait.
                 left = group.answering(group.ranks_of(members))
@@ -340,7 +346,7 @@ class Interpreter:
                     lifecycle.suspect(left)
                     return states.Filled(tuple(joining), members - group.of_ranks(left), until)
             # Survivors that continue do not take workers that are still starting, which a restart may need.
-            if change.why is Why.REUSE:
+            if isinstance(change, Reuse):
                 missing = least - num_staying - len(joining)
                 joining += group.standby.take_needed(missing, missing, self._monitor.poll) or []
         return states.Filled(tuple(joining), until=until)
@@ -370,37 +376,41 @@ class Interpreter:
 
     def _num_awaited(self, change: states.Change) -> int:
         """Return for how many members a change waits, beside `min_workers`."""
-        if change.has_regrouped or change.why in (Why.GROW, Why.SPLIT):
-            return 0
-        if change.why in (Why.REFILL, Why.DRAIN):
-            return self._scaling.max_workers
+        match change:
+            case Continue(has_regrouped=True) | Continue(Why.GROW | Why.SPLIT):
+                return 0
+            case Continue(Why.REFILL | Why.DRAIN):
+                return self._scaling.max_workers
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
     def _regrouping(self, state: states.Regrouping) -> states.Formed | states.Lost | states.UserRaised:
         lifecycle, group, current = self._lifecycle, self._lifecycle.running, self._current
         change, reports, source = state.change, state.reports, state.reports.index(state.source)
-        if change.why is Why.EVACUATE:
+        if isinstance(change, CopyInside | Evacuate):
             self._keep_only(state.members)
-        staying, joining = group.ranks_of(state.members), change.joining
+        staying, joining = group.ranks_of(state.members), state.joining
         num_workers = len(staying) + len(joining)
         places = rank_rules.places(staying if self._spec.runs_on else range(len(staying)), num_workers)
         takers_of_state = (*(places[each] for each in takers(reports, source)), *places[len(staying) :])
-        leaving = current.incident.of_leaving(change.parts, change.expected) if change.why is Why.DRAIN else []
-        handover = StateHandover(places[source], takers_of_state, tuple(part.progress for part in leaving))
+        handover = StateHandover(places[source], takers_of_state)
+        if isinstance(change, Continue):
+            parts = zip(change.parts, current.incident.workers, strict=False)
+            orphans = tuple(part.progress for part, worker in parts if worker not in change.expected)
+            handover = replace(handover, orphans=orphans)
         newcomers = lifecycle.newcomers
         newcomers.update(each.worker for each in joining)
         current.report = report = group.regroup(staying, joining, handover, self._monitor.poll, places)
         newcomers.difference_update(group.workers[outcome.rank] for outcome in report.outcomes if outcome.ok)
         if report.ok:
             lifecycle.keep_facts(list(report.values))
-            if change.why is not Why.EVACUATE:
+            if isinstance(change, Continue):
                 lifecycle.hooks.on_change(group)
                 is_smaller = change.why is Why.FAILURE and len(group) < self._scaling.max_workers
                 if change.why is not Why.SPLIT:  # even batches of one sample may lack memory in the smaller group
                     minds_memory = is_smaller and lifecycle.resizing.minds_memory
                     current.shrank_at = state.source.position if minds_memory else None
                 lifecycle.owes_spares = True
-            return states.Formed(current.incident.moves_rank_0(group.infos[0]))
+            return states.Formed(current.incident.infos[:1] != group.infos[:1])
         diagnosis = classify(report)
         what = f"could not form a new group: {words(diagnosis)}"
         logger.warning("%s", what)
@@ -419,20 +429,23 @@ class Interpreter:
         parts = [answer.value for answer in report.values]
         return states.Captured(all(part.progress is not None for part in parts), parts)
 
-    def _awaiting_snapshot(self, state: states.AwaitingSnapshot) -> states.Landed | states.LostInTransit:
+    def _awaiting_snapshot(self, state: states.AwaitingSnapshot | states.AwaitingCopy) -> states.Event:
         snapshots = self._snapshots
-        if state.is_brief:  # the workers that send it are about to be replaced
-            self._lifecycle.check_active()
-            self._lifecycle.allow_replacements()
-            snapshots.poll(timeout_s=_AWAITED_S if snapshots.is_awaited else SETTLE_S)
-            has_landed = not snapshots.is_coming
-            snapshots.drop_incoming()
-            return states.Landed() if has_landed else states.LostInTransit()
         self._monitor.await_snapshot()
         if snapshots.shares_current:
             return states.Landed()
-        self._current.num_lost_copies += isinstance(state.plan, states.EndEarly) and state.change is None
+        is_paused = isinstance(state, states.AwaitingSnapshot) and isinstance(state.plan, states.EndEarly)
+        self._current.num_lost_copies += is_paused
         return states.LostInTransit()
+
+    def _awaiting_briefly(self, state: states.AwaitingBriefly) -> states.Event:
+        snapshots = self._snapshots
+        self._lifecycle.check_active()
+        self._lifecycle.allow_replacements()
+        snapshots.poll(timeout_s=_AWAITED_S if snapshots.is_awaited else SETTLE_S)
+        has_landed = not snapshots.is_coming
+        snapshots.drop_incoming()
+        return states.Landed() if has_landed else states.LostInTransit()
 
     # ---- back to the last snapshot
 
@@ -452,13 +465,19 @@ class Interpreter:
         return states.NotDone()
 
     def _scheduling(self, state: states.Scheduling) -> states.Resources:
+        if state.plan.needs_all:
+            return states.Resources(self._scaling.max_workers, self._spec.num_spares)
         found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._current.incident.cause)
         return states.Resources(*found)
 
     def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.NotGranted:
+        needs_all = state.plan.needs_all
+        start = self._lifecycle.try_start_all if needs_all else self._lifecycle.try_start
         try:
-            has_started = self._lifecycle.try_start(state.num_workers, state.num_spares, _REBUILD_RESERVATION_S)
+            has_started = start(state.num_workers, state.num_spares)
         except ReservationTimeoutError as error:  # another program took the free resources, or their node was lost
+            if needs_all:
+                raise
             logger.warning("%s", str(error).partition("\n")[0])
             return states.NotGranted()
         return states.Done() if has_started else states.NotDone()

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from raysgd.core.engine.recovery.states import (
-    KINDS,
     NOBODY,
     NUM_COPIES,
     Abandon,
+    AwaitingBriefly,
+    AwaitingCopy,
     AwaitingSnapshot,
     CallFailed,
     CallRefused,
@@ -22,10 +23,13 @@ from raysgd.core.engine.recovery.states import (
     Capturing,
     Change,
     Command,
+    Continue,
+    CopyInside,
     Do,
     Done,
     End,
     EndEarly,
+    Evacuate,
     Event,
     Filled,
     FillingUp,
@@ -41,7 +45,6 @@ from raysgd.core.engine.recovery.states import (
     NotDone,
     NotGranted,
     Paused,
-    Plan,
     Poll,
     Polled,
     Polling,
@@ -53,6 +56,7 @@ from raysgd.core.engine.recovery.states import (
     Resources,
     Restart,
     Restoring,
+    Reuse,
     Running,
     Scheduling,
     Settling,
@@ -83,7 +87,7 @@ def transition(state: State, event: Event, known: Known) -> Step:
         case Running(), Paused(leaving=leaving, parts=parts):
             return leave_or_grow(leaving, known, parts)
         case Running() | Polling(Poll.RESUME), CallFailed(kind) if known.must_end and known.regroups and kind != "user":
-            return Step(Settling(Change(Why.EVACUATE, event, plan=EndEarly())))
+            return Step(Settling(CopyInside(event)))
         case Running() | Polling(Poll.RESUME), CallFailed():
             return _after_failure(event, known)
 
@@ -101,7 +105,7 @@ def transition(state: State, event: Event, known: Known) -> Step:
             if obstacle is None:
                 return Step(Running("resume"), (Do.PAY_TO_CONTINUE,))
             step = _give_up(known) if known.is_ending else _restart_after_failure(known)
-            return step.after(Abandon(Change(Why.FAILURE), known.members, obstacle))
+            return step.after(Abandon(Continue(Why.FAILURE), known.members, obstacle))
 
         # ---- a change in place
         case Settling(change), Survivors(members, has_stuck):
@@ -110,48 +114,46 @@ def transition(state: State, event: Event, known: Known) -> Step:
             return _with_progress(state, event, known)
         case TearingDown(change, members), UserRaised(words):
             return _cannot_continue(change, members, known, words)
-        case TearingDown(change), Lost(left):
-            return _tear_down(change, left, known)
-        case FillingUp(change, members, reports), Filled(joining, silent, until):
-            change = replace(change, joining=joining, until=until)
+        case TearingDown(), Lost(left):
+            return _tear_down(replace(state, members=left), known)
+        case FillingUp(change, members), Filled(joining, silent, until):
             if silent:
-                return _tear_down(change, members - silent, known)
+                return _tear_down(TearingDown(change, members - silent, joining, until), known)
             if (num_workers := len(members) + len(joining)) < known.min_workers:
                 few = f"{num_workers} workers are left, but {known.min_workers} are needed"
                 return _cannot_continue(change, members, known, few)
-            if isinstance(change.plan, Restart):
+            if isinstance(change, Reuse):
                 return Step(Rebuilding(change.plan, members, joining))
-            return Step(Regrouping(change, members, reports))
+            return Step(Regrouping(change, members, joining, reports=state.reports))
         case Regrouping(), Formed(moves_rank_0):
             return _with_group(state, moves_rank_0, known)
         case Regrouping(change, members), UserRaised(words):
-            return _cannot_continue(replace(change, has_regrouped=True, joining=()), members, known, words)
+            return _cannot_continue(_regrouped(change), members, known, words)
         case Regrouping(change, members), Lost(left, words):
-            change = replace(change, has_regrouped=True, joining=(), until=None)
             if left == known.members:  # the next attempt would fail, too
-                return _cannot_continue(change, members, known, words, is_failure=True)
-            return _tear_down(change, left, known, words)
+                return _cannot_continue(_regrouped(change), members, known, words, is_failure=True)
+            return _tear_down(TearingDown(_regrouped(change), left), known, words)
 
         # ---- the state goes to the driver
-        case Capturing(Change(plan=EndEarly()) as change), Captured(is_inside=False):
-            return _enlarge(change, known)  # a copy from after the call would repeat the call
+        case Capturing(CopyInside()), Captured(is_inside=False):
+            return _enlarge(known)  # a copy from after the call would repeat the call
         case Capturing(change), Captured(parts=parts):
-            assert change.plan is not None
-            plan = EndEarly(parts) if isinstance(change.plan, EndEarly) else change.plan
-            return Step(AwaitingSnapshot(plan, change), (Do.TAKE_PARTS,))
-        case Capturing(change), NotDone():
+            return Step(AwaitingCopy(change, parts), (Do.TAKE_PARTS,))
+        case (Capturing(change), NotDone()) | (AwaitingCopy(change), LostInTransit()):
             return _copy_again(change, known)
+        case AwaitingCopy(CopyInside(), parts), Landed():
+            return _end_early(EndEarly(parts), known)
+        case AwaitingCopy(Evacuate(plan)), Landed():
+            return _follow(plan, known)
         case AwaitingSnapshot(EndEarly() as plan), Landed():
             return _end_early(plan, known)
-        case AwaitingSnapshot(EndEarly(), None), LostInTransit():
+        case AwaitingSnapshot(EndEarly()), LostInTransit():
             if known.is_cut_off:
                 return _without_copy(known)
             if known.num_lost_copies == NUM_COPIES:  # the ranks only wait between two steps
                 return _raise_and_keep(Raise(End.LOST_COPIES), known)
             return Step(Polling(Poll.RESUME))
-        case AwaitingSnapshot(change=Change() as change), LostInTransit():
-            return _copy_again(change, known)
-        case AwaitingSnapshot(Restart() as plan, None, is_brief=True), Landed() | LostInTransit():
+        case AwaitingBriefly(plan), Landed() | LostInTransit():
             return _replace_workers(plan, known)
         case AwaitingSnapshot(Raise() | Restart() as plan), Landed() | LostInTransit():
             return _follow(plan, known)
@@ -161,6 +163,8 @@ def transition(state: State, event: Event, known: Known) -> Step:
             return _schedule(plan.next_attempt, known)
         case Scheduling(plan), Resources(num_workers, num_spares):
             return Step(Launching(plan, num_workers, num_spares))
+        case Launching(Restart("started")), Done():
+            return Step(Finished(), (Record("started"),))
         case Launching(plan), Done():
             return Step(Restoring(replace(plan, is_launched=True)))
         case Launching(plan), NotDone():
@@ -193,13 +197,13 @@ def _interrupted(state: State, interrupt: Interrupted, known: Known) -> Step:
     return step.after(Do.KILL_JOINING) if isinstance(state, (TearingDown, FillingUp)) else step
 
 
-def _plan_of(state: State) -> Plan | None:
+def _plan_of(state: State) -> Raise | Restart | None:
     """Return what was to follow an evacuation or a restart. None if the state is part of neither."""
     match state:
-        case Settling(change) | TearingDown(change) | FillingUp(change) | Regrouping(change) | Capturing(change):
-            return change.plan
-        case AwaitingSnapshot(plan, change, is_brief):
-            return plan if change is not None or is_brief else None
+        case Settling(change) | TearingDown(change) | FillingUp(change) | Regrouping(change):
+            return change.plan if isinstance(change, Evacuate | Reuse) else None
+        case Capturing(Evacuate(plan)) | AwaitingCopy(Evacuate(plan)) | AwaitingBriefly(plan):
+            return plan
         case Scheduling(plan) | Launching(plan) | Rebuilding(plan) | Restoring(plan):
             return plan
     return None
@@ -220,7 +224,7 @@ def _after_failure(failed: CallFailed, known: Known) -> Step:
     if failed.has_diverged:
         return Step(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
     if failed.needs_refill:
-        return Step(Settling(Change(Why.REFILL, failed, known.members)))
+        return Step(Settling(Continue(Why.REFILL, known.members)))
     if is_user and not (known.retries_user_errors and known.num_left > 0):
         if not failed.all_answered:
             return _follow(Raise(End.RAISED_INSIDE), known)
@@ -228,9 +232,9 @@ def _after_failure(failed: CallFailed, known: Known) -> Step:
             return _raise_and_keep(Raise(End.USER_ERROR), known)
         return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
     if failed.kind == "memory" and known.continues and known.can_continue:  # batches of one sample are a user error
-        return Step(Settling(Change(Why.SPLIT, failed, known.members)))
+        return Step(Settling(Continue(Why.SPLIT, known.members)))
     if not is_user and known.continues and known.can_continue and known.num_retries > 0:
-        return Step(Settling(Change(Why.FAILURE, failed, known.members)))
+        return Step(Settling(Continue(Why.FAILURE, known.members, failed.kind == "disconnected")))
     return _restart_after_failure(known)
 
 
@@ -239,91 +243,96 @@ def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> 
     why, staying = Why.DRAIN if leaving else Why.GROW, known.members - leaving
     commands = (Do.TAKE_PARTS,) if known.in_call and not known.runs_on else ()
     if not (known.regroups or known.runs_on):
-        return Step(AwaitingSnapshot(Restart(KINDS[why])), commands)
-    return Step(TearingDown(Change(why, expected=staying, parts=parts), staying), commands)
+        return Step(AwaitingSnapshot(Restart(why.kind)), commands)
+    return Step(TearingDown(Continue(why, staying, parts=parts), staying), commands)
 
 
 def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Known) -> Step:
-    if change.why is Why.EVACUATE:
-        return _tear_down(change, members, known)
     # If a rank had died, stuck ranks might just be slow.
-    is_lost_connection = change.failed is not None and change.failed.kind == "disconnected"
-    hangs = (Do.NOTE_HANG,) if change.why is Why.FAILURE and has_stuck and is_lost_connection else ()
-    if change.why is Why.REUSE and not known.renews:  # the survivors could not continue, so something may be broken
+    hangs = (Do.NOTE_HANG,) if has_stuck and isinstance(change, Continue) and change.may_hang else ()
+    if isinstance(change, Reuse) and not known.renews:  # the survivors could not continue, so something may be broken
         members = NOBODY
-    return _tear_down(change, members, known).after(*hangs)
+    return _tear_down(TearingDown(change, members), known).after(*hangs)
 
 
-def _tear_down(change: Change, members: Members, known: Known, words: str = "no worker is left") -> Step:
-    if members:
-        return Step(TearingDown(change, members))
-    if change.why is Why.REUSE and known.num_standby:
-        return Step(FillingUp(change, NOBODY))
-    return _cannot_continue(change, NOBODY, known, words)
+def _tear_down(state: TearingDown, known: Known, words: str = "no worker is left") -> Step:
+    if state.members:
+        return Step(state)
+    if isinstance(state.change, Reuse) and known.num_standby:
+        return Step(FillingUp(state.change, NOBODY, state.joining, state.until))
+    return _cannot_continue(state.change, NOBODY, known, words)
+
+
+def _regrouped(change: Change) -> Change:
+    """Return the change after it was tried to form a group."""
+    return replace(change, has_regrouped=True) if isinstance(change, Continue | CopyInside) else change
 
 
 def _with_progress(state: TearingDown, progress: Progress, known: Known) -> Step:
     change, members, source = state.change, state.members, progress.source
-    if change.why is Why.REUSE:
-        return Step(FillingUp(change, members, progress.reports))
+    following = FillingUp(change, members, state.joining, state.until, progress.reports)
+    if isinstance(change, Reuse):
+        return Step(following)
     if source is None:
         torn = "each was in the middle of a step that had begun to change its state"
         why = next((each.obstacle for each in progress.reports if each.obstacle), torn)
         return _cannot_continue(change, members, known, f"the survivors cannot continue by themselves: {why}")
+    if not isinstance(change, Continue):  # to copy the state, no worker joins
+        return Step(Regrouping(change, members, reports=progress.reports))
     if change.why is Why.FAILURE and (obstacle := known.obstacle_to_continuing(source.position)):
         return _cannot_continue(change, members, known, obstacle)
-    forming = Regrouping if change.why is Why.EVACUATE else FillingUp
-    return Step(forming(change, members, progress.reports))
+    return Step(following)
 
 
 def _with_group(state: Regrouping, moves_rank_0: bool, known: Known) -> Step:
-    change, num_workers = state.change, len(state.members) + len(state.change.joining)
+    change, num_workers = _regrouped(state.change), len(state.members) + len(state.joining)
     commands: list[Command] = [Do.DROP_IN_TRANSIT] if moves_rank_0 else []  # rank 0 sends the snapshots
-    if change.why is Why.EVACUATE:
-        return Step(Capturing(replace(change, has_regrouped=True)), tuple(commands))
+    if isinstance(change, CopyInside | Evacuate):
+        return Step(Capturing(change), tuple(commands))
+    assert isinstance(change, Continue), "replicas that are built again form no group before"
     if change.why is Why.FAILURE:
         commands.append(Do.PAY_TO_CONTINUE)
-    kind = "continued" if change.expected - state.members else KINDS[change.why]
+    kind = "continued" if change.expected - state.members else change.why.kind
     if kind != "grown" or num_workers > len(change.expected):  # otherwise, all that joined have died
         commands.append(Record(kind))
     return Step(Running("resume") if known.in_call else Finished(), tuple(commands))
 
 
-def _cannot_continue(change: Change, members: Members, known: Known, why: str, *, is_failure: bool = False) -> Step:
+def _cannot_continue(change: Change, members: Members, known: Known, reason: str, *, is_failure: bool = False) -> Step:
     """The group cannot be changed in place."""
     match change:
-        case Change(Why.EVACUATE, failed, plan=EndEarly()):
-            assert failed is not None
-            step = _restart_after_failure(known) if change.has_regrouped else _after_failure(failed, known)
-        case Change(Why.EVACUATE, plan=Raise() | Restart() as plan):
+        case CopyInside(failed, has_regrouped):
+            step = _restart_after_failure(known) if has_regrouped else _after_failure(failed, known)
+        case Evacuate(plan):
             step = _follow(plan, replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
-        case Change(plan=Restart() as plan):
+        case Reuse(plan):
             step = _start_others(plan, known)
-        case Change(Why.FAILURE | Why.SPLIT):
+        case Continue(Why.FAILURE | Why.SPLIT):
             step = _restart_after_failure(known)
-        case _:
-            plan = Restart("restored" if is_failure or change.expected - members else KINDS[change.why])
+        case Continue(why, expected):
+            plan = Restart("restored" if is_failure or expected - members else why.kind)
             step = Step(AwaitingSnapshot(plan)) if known.in_call else restart(plan, known)
-    return step.after(Abandon(change, members, why))
+    return step.after(Abandon(change, members, reason), Do.KILL_JOINING)
 
 
-def _enlarge(change: Change, known: Known) -> Step:
+def _enlarge(known: Known) -> Step:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
     if len(known.members) >= known.min_workers or known.is_ending:
         return Step(Polling(Poll.PAY))
-    return Step(TearingDown(Change(Why.FAILURE, None, known.members), known.members))
+    return Step(TearingDown(Continue(Why.FAILURE, known.members), known.members))
 
 
-def _copy_again(change: Change, known: Known) -> Step:
+def _copy_again(change: CopyInside | Evacuate, known: Known) -> Step:
     """A copy of the state was lost: form a group of those that live, and copy again."""
-    is_early = isinstance(change.plan, EndEarly)
-    if is_early and known.is_cut_off:
-        return _without_copy(known)
-    num_copies = change.num_copies + 1 if is_early or change.copied_by == known.members else 1
+    num_copies = change.num_copies + 1
+    if isinstance(change, CopyInside):
+        if known.is_cut_off:
+            return _without_copy(known)
+        again = Step(Settling(replace(change, num_copies=num_copies)))
+        return again if num_copies < NUM_COPIES else _enlarge(known)
+    num_copies = num_copies if change.copied_by == known.members else 1
     if num_copies < NUM_COPIES:
-        return Step(Settling(replace(change, num_copies=num_copies, copied_by=known.members)))
-    if is_early:
-        return _enlarge(change, known)
+        return Step(Settling(Evacuate(change.plan, num_copies, known.members)))
     return _cannot_continue(change, known.members, known, f"it was lost in transit {NUM_COPIES} times")
 
 
@@ -343,7 +352,7 @@ def _follow(plan: Raise | Restart, known: Known) -> Step:
     if isinstance(plan, Restart):
         return restart(plan, known)
     if known.only_in_workers:
-        return Step(AwaitingSnapshot(plan) if known.in_transit else Settling(Change(Why.EVACUATE, plan=plan)))
+        return Step(AwaitingSnapshot(plan) if known.in_transit else Settling(Evacuate(plan)))
     commands: list[Command] = []
     if plan.ends_restart or not known.is_driver_only:
         commands += [Do.KILL_GROUP] * bool(known.members)
@@ -371,15 +380,15 @@ def restart(plan: Restart, known: Known) -> Step:
     if known.is_ending:
         return _follow(Raise(End.PROGRAM_ENDS, "ended" if known.in_call else None), known)
     if known.only_in_workers:
-        return Step(Settling(Change(Why.EVACUATE, plan=plan)))
-    return Step(AwaitingSnapshot(plan, is_brief=True))
+        return Step(Settling(Evacuate(plan)))
+    return Step(AwaitingBriefly(plan))
 
 
 def _replace_workers(plan: Restart, known: Known) -> Step:
     """Reuse processes if possible. Otherwise, start others."""
     has_others = known.renews or (known.regroups and not known.uses_local and known.num_standby > 0)
     if plan.reuses and has_others and not known.is_lost and known.has_snapshot:
-        return Step(Settling(Change(Why.REUSE, plan=plan)))
+        return Step(Settling(Reuse(plan)))
     return _start_others(plan, known)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.lifecycle import Lifecycle, start_error
+from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.policies import (
     LOOK_AT_RAYS_LOG,
@@ -22,7 +22,7 @@ from raysgd.core.engine.policies import (
     words,
 )
 from raysgd.core.engine.recovery import states
-from raysgd.core.engine.recovery.states import NUM_COPIES, End, Why
+from raysgd.core.engine.recovery.states import NUM_COPIES, End
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed
 from raysgd.core.engine.shared.group_events import EventKind
@@ -48,7 +48,7 @@ class Incident:
     Attributes:
         began: When the driver noticed, on the engine's clock.
         size: Number of workers before.
-        group: The group, if there was one.
+        group: The group, if there was one. `workers` and `infos` are its members then.
         reason: Why, if no call has failed.
         diagnosis: The cause of the failed call, if one has failed.
         divergence: How the steps of the ranks differ, if they do.
@@ -70,24 +70,12 @@ class Incident:
     obstacles: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._workers: Sequence[Any] = [] if self.group is None else list(self.group.workers)
-        self._infos: Sequence[WorkerInfo] = [] if self.group is None else list(self.group.infos)
+        self.workers: Sequence[Any] = [] if self.group is None else list(self.group.workers)
+        self.infos: Sequence[WorkerInfo] = [] if self.group is None else list(self.group.infos)
 
     def lose(self, members: states.Members) -> None:
         """Note that these workers are lost."""
-        self.lost |= {rank for rank, worker in enumerate(self._workers) if worker in members}
-
-    def moves_rank_0(self, info: WorkerInfo) -> bool:
-        """Return True if another worker is rank 0 than before."""
-        return self._infos[:1] != [info]
-
-    def num_kept(self, members: states.Members) -> int:
-        """Return how many of these workers there were before."""
-        return len(members.intersection(self._workers))
-
-    def of_leaving(self, parts: Sequence[Any], staying: states.Members) -> list[Any]:
-        """Return the parts, by rank, of the workers that leave."""
-        return [part for part, worker in zip(parts, self._workers, strict=False) if worker not in staying]
+        self.lost |= {rank for rank, worker in enumerate(self.workers) if worker in members}
 
     @property
     def cause(self) -> str:
@@ -101,7 +89,7 @@ class Incident:
             lost = f"lost {named(self.lost)}; " if self.lost else ""
             return lost + (self.reason if diagnosis is None else f"with {self.size} workers {words(diagnosis)}")
         known = {*self.lost, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
-        nodes = None if self.group is None else self.group.nodes_of(known, self._infos)
+        nodes = None if self.group is None else self.group.nodes_of(known, self.infos)
         told = words(diagnosis, self.lost, nodes)
         if not self.silent or (nodes is not None and nodes.are_dead):
             return told
@@ -131,6 +119,7 @@ class RunningCall:
         number: The call's number, if workers outlive this process.
 
     Attributes:
+        starts: Retries of a start, if they are limited.
         was_sent: True if a rank may have received the call.
         num_lost_copies: Number of snapshots of the paused call that were lost.
         shrank_at: Position in the call at which survivors continued in a smaller group, with more samples per worker.
@@ -150,7 +139,7 @@ class RunningCall:
         budget: RetryBudget | None = None,
         number: CallNumber | None = None,
     ) -> None:
-        self._lifecycle, self._monitor, self._failures, self._starts = lifecycle, monitor, failures, starts
+        self._lifecycle, self._monitor, self._failures, self.starts = lifecycle, monitor, failures, starts
         self.call, self.budget, self._number = call, budget or RetryBudget(0), number
         self.was_sent, self.num_lost_copies = False, 0
         self.shrank_at: int | None = None
@@ -270,7 +259,7 @@ class RunningCall:
 
     def known(self) -> states.Known:
         """Return what is known now, for the next transition."""
-        lifecycle, call, budget, starts = self._lifecycle, self.call, self.budget, self._starts
+        lifecycle, call, budget, starts = self._lifecycle, self.call, self.budget, self.starts
         spec, snapshots, scaling, group = lifecycle.spec, lifecycle.snapshots, lifecycle.scaling, lifecycle.group
         return states.Known(
             in_call=call is not _NO_CALL,
@@ -308,16 +297,19 @@ class RunningCall:
         """Return the error with which a call or a restart ends, and count a failure for which no retry was left."""
         if plan.why is End.NO_RETRY:
             self.budget.refuse()
-        elif plan.why is End.NO_START and self._starts is not None:
-            self._starts.refuse()
+        elif plan.why is End.NO_START and self.starts is not None:
+            self.starts.refuse()
         return plan.error or self._error(plan.why)
 
     def _error(self, why: End) -> BaseException:
         diagnosis = self.incident.diagnosis
         if diagnosis is not None and why in (End.USER_ERROR, *_WHERE):
             return worker_error(diagnosis.faults, "" if why is End.USER_ERROR else self._after_end)
-        if why is End.NO_START and self._starts is not None:
-            return start_error(self._starts)
+        if why is End.NO_START and self.starts is not None:
+            return WorkersLostError(
+                f"Worker start-up failed: a worker process died, and the {self.starts.num_restarts} allowed retries "
+                "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
+            )
         is_uneven = why is End.UNEVEN_STEPS
         error = UnevenStepsError(self.incident.divergence) if is_uneven else WorkersLostError(self._message(why))
         error.__cause__ = None if diagnosis is None else diagnosis.faults[0].error
@@ -380,30 +372,30 @@ class RunningCall:
         match done, state:
             case _, states.Finished(states.Raise() as plan):
                 cause = incident.cause_of(plan.why, self.error, in_restart=plan.ends_restart)
-            case states.AwaitingSnapshot(), states.Finished(states.EndEarly(parts)):
+            case _, states.Finished(states.EndEarly(parts)):
                 cause = f"{len(parts)} of at least {lifecycle.scaling.min_workers} workers are left"
-            case states.Regrouping(change, members), _:
-                incident.lose(change.expected - members)
+            case states.Regrouping(states.Continue(expected=expected), members), _:
+                incident.lose(expected - members)
                 cause, detail = incident.cause, done.source.words
-            case _:
+            case _ if kind != "started":
                 detail = lifecycle.snapshots.restored_from()
-                num_kept = incident.num_kept(frozenset(lifecycle.running.workers))
-        lifecycle.record(kind, incident.size, incident.began, cause, detail, num_kept)
-        if isinstance(done, states.Restoring):
+                num_kept = len(set(lifecycle.running.workers).intersection(incident.workers))
+        lifecycle.record(kind, 0 if kind == "started" else incident.size, incident.began, cause, detail, num_kept)
+        if isinstance(done, states.Launching | states.Restoring):
             lifecycle.end_replacements()
 
     def abandon(self, abandon: states.Abandon) -> None:
         """Note that the group is not changed in place, and why."""
-        change, members, why = abandon.change, abandon.members, abandon.why
-        if isinstance(change.plan, states.EndEarly):
-            logger.warning("no worker has the state of a completed step: %s", why)
-        elif change.why is Why.EVACUATE:
-            logger.warning("the state that only workers have cannot be fetched: %s", why)
-        elif change.why is Why.REUSE:
-            logger.warning("no process can be reused, so new workers are started: %s", why)
-        else:
-            self.incident.lose(change.expected - members)
-            self.incident.obstacles += [why] if members else []
+        match abandon.change:
+            case states.CopyInside():
+                logger.warning("no worker has the state of a completed step: %s", abandon.why)
+            case states.Evacuate():
+                logger.warning("the state that only workers have cannot be fetched: %s", abandon.why)
+            case states.Reuse():
+                logger.warning("no process can be reused, so new workers are started: %s", abandon.why)
+            case states.Continue(expected=expected):
+                self.incident.lose(expected - abandon.members)
+                self.incident.obstacles += [abandon.why] if abandon.members else []
 
     def _needs_refill(self, diagnosis: Diagnosis) -> bool:
         """Return True if survivors ran out of memory in their first step after the group shrank.

@@ -76,12 +76,14 @@ class Restart:
     Attributes:
         kind: Kind of the event to record in the history.
         reuses: True after a failure in a call: processes of the old group may be reused.
+        needs_all: True to start all workers of a new trainer, however long their resources take.
         attempt: Index of the attempt to start a group, from 0.
         is_launched: True if this attempt has started a group.
     """
 
     kind: EventKind
     reuses: bool = False
+    needs_all: bool = False
     attempt: int = 0
     is_launched: bool = False
 
@@ -96,55 +98,80 @@ Plan: TypeAlias = "Raise | EndEarly | Restart"
 
 
 class Why(Enum):
-    """Why the members of a group change."""
+    """Why the members of a group change while its call goes on."""
 
     FAILURE = auto()  # ranks were lost in a call, which then resumes; may cost a retry
     REFILL = auto()  # survivors ran out of memory in a smaller group; waits for workers without a limit
     SPLIT = auto()  # memory ran out in a step, which all ranks repeat in smaller batches; no rank was lost; free
     DRAIN = auto()  # nodes are being removed; free
     GROW = auto()  # workers are ready to join; free
-    EVACUATE = auto()  # only to copy the state to the driver: no worker joins, and one rank is enough
-    REUSE = auto()  # the processes stay, their replicas are rebuilt and restore a snapshot
 
-
-KINDS: dict[Why, EventKind] = {
-    Why.FAILURE: "continued",
-    Why.REFILL: "grown",
-    Why.SPLIT: "continued",
-    Why.DRAIN: "left",
-    Why.GROW: "grown",
-    Why.EVACUATE: "ended",
-    Why.REUSE: "restored",
-}
+    @property
+    def kind(self) -> EventKind:
+        """Kind of the event to record in the history."""
+        if self is Why.DRAIN:
+            return "left"
+        return "grown" if self in (Why.REFILL, Why.GROW) else "continued"
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of the group in place.
+class Continue:
+    """Workers leave or join. The call continues in the next group, or the next group waits for a call.
 
     Attributes:
         why: Reason for the change.
-        failed: The failure that caused the change, if any.
         expected: Workers of the group before the change, without those that leave as planned.
-        plan: What follows an evacuation or a rebuild.
-        has_regrouped: True if a group was formed, or at least attempted.
-        num_copies: Number of copies of the state that the workers in `copied_by` have sent and that were lost.
-        copied_by: Workers that sent the last copy.
-        joining: Standby workers that are taken to join the next group.
-        until: Until when others are awaited, on the engine's clock. None if that was not decided yet.
+        may_hang: True if a lost connection was the only sign of the failure, so that ranks may hang.
+        has_regrouped: True if forming a group was attempted.
         parts: Each rank's part of a snapshot from before the change, if workers leave in a call.
     """
 
     why: Why
-    failed: CallFailed | None = None
     expected: Members = NOBODY
-    plan: Plan | None = None
+    may_hang: bool = False
+    has_regrouped: bool = False
+    parts: Sequence[Any] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class CopyInside:
+    """Survivors copy their state from inside a failed call, which must end early. No worker joins; one rank is enough.
+
+    Attributes:
+        failed: The failure of the call.
+        has_regrouped: True if a group was formed, or at least attempted.
+        num_copies: Number of copies that were lost.
+    """
+
+    failed: CallFailed
     has_regrouped: bool = False
     num_copies: int = 0
+
+
+@dataclass(frozen=True)
+class Evacuate:
+    """Survivors copy the only state to the driver, before `plan` follows. No worker joins; one rank is enough.
+
+    Attributes:
+        plan: What follows.
+        num_copies: Number of copies that the workers in `copied_by` have sent and that were lost.
+        copied_by: Workers that sent the last copy.
+    """
+
+    plan: Raise | Restart
+    num_copies: int = 0
     copied_by: Members = NOBODY
-    joining: tuple[Any, ...] = ()
-    until: float | None = field(default=None, compare=False)
-    parts: Sequence[Any] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Processes stay. Their replicas are rebuilt, and restore a snapshot."""
+
+    plan: Restart
+
+
+Change: TypeAlias = "Continue | CopyInside | Evacuate | Reuse"
+"""A change of the group in place."""
 
 
 # ------------------------------------------------------------------------------------------------------ states
@@ -186,11 +213,15 @@ class Forming:
     Attributes:
         change: The change of the group.
         members: The workers that stay.
+        joining: Standby workers that are taken to join the next group.
+        until: Until when others are awaited, on the engine's clock. None if that was not decided yet.
         reports: Each member's progress, in rank order, once the members have left their group.
     """
 
     change: Change
     members: Members
+    joining: tuple[Any, ...] = ()
+    until: float | None = field(default=None, compare=False)
     reports: tuple[ReplicaProgress, ...] = ()
 
 
@@ -217,22 +248,29 @@ class Regrouping(Forming):
 class Capturing:
     """Each rank copies its state."""
 
-    change: Change
+    change: CopyInside | Evacuate
 
 
 @dataclass(frozen=True)
 class AwaitingSnapshot:
-    """A snapshot is in transit to the driver.
-
-    Attributes:
-        plan: What follows.
-        change: The evacuation that copied the state, if any.
-        is_brief: True if the driver waits only for seconds, before it starts other workers.
-    """
+    """A snapshot that was taken before a recovery, or when the call paused, is in transit. `plan` follows."""
 
     plan: Plan
-    change: Change | None = None
-    is_brief: bool = False
+
+
+@dataclass(frozen=True)
+class AwaitingCopy:
+    """The ranks' copies, with `parts` of a snapshot, are in transit to the driver."""
+
+    change: CopyInside | Evacuate
+    parts: Sequence[Any] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class AwaitingBriefly:
+    """Before other workers are started, the driver waits a few seconds for a snapshot in transit."""
+
+    plan: Restart
 
 
 @dataclass(frozen=True)
@@ -280,7 +318,7 @@ class Finished:
 
 State: TypeAlias = (
     "Running | Polling | Settling | TearingDown | FillingUp | Regrouping | Capturing | AwaitingSnapshot"
-    " | Rebuilding | Scheduling | Launching | Restoring | Finished"
+    " | AwaitingCopy | AwaitingBriefly | Rebuilding | Scheduling | Launching | Restoring | Finished"
 )
 
 # ------------------------------------------------------------------------------------------------------ events
@@ -544,7 +582,7 @@ class Do(Enum):
     TAKE_PARTS = auto()  # the ranks' parts become the newest snapshot
     LEAVE_CALL = auto()  # the call will not resume, so a snapshot inside it counts as one after it
     NOTE_ABORTED = auto()  # no snapshot has the state that an aborted call has left
-    KILL_JOINING = auto()  # workers that were taken from standby
+    KILL_JOINING = auto()  # workers that were taken for a group that is not formed
     KILL_GROUP = auto()
     NOTE_HANG = auto()  # continuing costs a retry
     PAY_TO_CONTINUE = auto()
@@ -561,7 +599,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Do not change the group in place: say why, and kill workers that were to join. `members` are left."""
+    """Do not change the group in place: say why. `members` are left."""
 
     change: Change
     members: Members

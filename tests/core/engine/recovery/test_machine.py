@@ -13,12 +13,14 @@ from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.machine import restart, transition
 from raysgd.core.engine.recovery.states import (
     NOBODY,
+    AwaitingBriefly,
+    AwaitingCopy,
     AwaitingSnapshot,
     CallFailed,
     CallRefused,
     Captured,
     Capturing,
-    Change,
+    Continue,
     Do,
     Done,
     End,
@@ -113,7 +115,7 @@ def events(node: Node) -> Iterator[Event]:
             yield from (Progress((ReplicaProgress(can_be_source=False),)), UserRaised())
             yield from map(Lost, smaller(members))
         case FillingUp(_, members):
-            joining = state.change.joining
+            joining = state.joining
             yield Filled(joining)
             if known.num_standby:
                 yield Filled((2,))
@@ -123,7 +125,7 @@ def events(node: Node) -> Iterator[Event]:
             yield from map(Lost, smaller(known.members))
         case Capturing():
             yield from (Captured(True), Captured(False), NotDone())
-        case AwaitingSnapshot():
+        case AwaitingSnapshot() | AwaitingCopy() | AwaitingBriefly():
             yield from (Landed(), LostInTransit())
         case Scheduling():
             yield from (Resources(2), Resources())
@@ -188,7 +190,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
     if state == Polling(Poll.PAY) and isinstance(event, CallFailed):
         known = replace(known, members=(smaller(known.members) or [known.members])[-1])  # nothing else ends such a wait
     if isinstance(following, Regrouping):
-        num_joining = len(following.change.joining)
+        num_joining = len(following.joining)
         joining = frozenset(sorted(frozenset(range(4)) - following.members)[:num_joining])
         known = replace(known, members=following.members | joining, num_standby=known.num_standby - num_joining)
     if isinstance(following, Rebuilding) and not following.is_again:
@@ -260,7 +262,7 @@ def first_places(known: Known) -> list[Node]:
     """A call begins; or between two calls, the workers are replaced, or a change of the group begins."""
     if known.in_call:
         return [Node(Running(), known)]
-    change = Change(Why.DRAIN, expected=known.members)
+    change = Continue(Why.DRAIN, known.members)
     return [
         Node(restart(Restart("restarted"), known).state, known),
         Node(TearingDown(change, known.members), known),
@@ -329,7 +331,7 @@ def decided(kind: FailureKind, num_left: float, **known: Any) -> str:
     """What follows a call that failed: ranks continue, a restart is paid for, or an error is raised."""
     step = transition(Running(), CallFailed(kind), Known(num_left=num_left, **known))
     match step.state:
-        case Settling(Change(Why.FAILURE)):
+        case Settling(Continue(Why.FAILURE)):
             return "continue"
         case Finished(Raise(why)) | AwaitingSnapshot(Raise(why)):
             return why.name
