@@ -155,7 +155,7 @@ class WorkerGroup:
             # Ranks are assigned now, because they depend on the workers' nodes.
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
             self.give_ranks([self.workers[index] for index in order], [report.values[index] for index in order])
-            return self._connect(partial(self._build, captures=self._spec.captures_after_calls), self._startup.poll)
+            return self._build(self._startup.poll, captures=self._spec.captures_after_calls)
 
     def _create(self, timeout_s: float) -> None:
         """Reserve resources for the workers and spares, and start the worker processes."""
@@ -244,26 +244,25 @@ class WorkerGroup:
         for each in joining:
             self._startup.watch_worker(each.worker)
 
-    def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Reference]:
-        """Start the calls in which each rank joins the group and builds its replica. Return the calls by rank."""
-        make_replica = self._spec.make_replica
-        return {
-            rank: worker.submit(WorkerProcess.build, self.worlds[rank], rendezvous, make_replica, captures)
-            for rank, worker in enumerate(self.workers)
-        }
+    def _build(self, on_wait: Callable[[], None], *, captures: bool) -> GroupReport:
+        """Connect the ranks, and make each rank build its replica."""
+        args = (self._spec.make_replica, captures)
+        return self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait)
 
     def _connect(
-        self, join: Callable[[Rendezvous], Mapping[int, Reference]], on_wait: Callable[[], None] | None = None
+        self, method: Any, args: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
     ) -> GroupReport:
         """Make every rank listen on a port, then connect the ranks to each other.
 
         Args:
-            join: Starts the calls in which the ranks connect, given all addresses. Returns the calls by rank.
+            method: The worker's method that connects. Takes the worker's `World`, the addresses of all ranks, and
+                further arguments.
+            args: The further arguments of each rank.
             on_wait: Called regularly during the wait.
 
         Returns:
-            The answers to the calls of `join`. If a rank could not listen, the report contains that rank's failure, and
-            the other ranks count as unanswered.
+            The answers of `method`. If a rank could not listen, the report contains that rank's failure, and the other
+            ranks count as unanswered.
         """
         hosts = hosts_of(self.infos)
         listening, self._listening = self._listening, {}
@@ -282,8 +281,10 @@ class WorkerGroup:
             failed = {outcome.rank: outcome for outcome in opened.outcomes if outcome.failure is not None}
             return GroupReport(tuple(failed.get(rank, Unanswered(rank)) for rank in range(len(hosts))))
         addresses |= {rank: (opening[rank], number) for rank, number in zip(opening, opened.values, strict=True)}
-        in_order = tuple(addresses[rank] for rank in range(len(hosts)))
-        return self._gather(join(Rendezvous(in_order, self.is_on_one_node)), on_wait)
+        rendezvous = Rendezvous(tuple(addresses[rank] for rank in range(len(hosts))), self.is_on_one_node)
+        joining = zip(self.workers, self.worlds, args, strict=True)
+        calls = {world.rank: worker.submit(method, world, rendezvous, *rest) for worker, world, rest in joining}
+        return self._gather(calls, on_wait)
 
     def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
         """Set the group's workers. A worker's rank is its index in `workers`."""
@@ -708,16 +709,8 @@ class WorkerGroup:
         self._give_places(survivors, joining, places)
         handover = handover.by_node(self.worlds)
         to_new, new = replace(handover, make_replica=self._spec.make_replica), {each.worker for each in joining}
-
-        def join(rendezvous: Rendezvous) -> dict[int, Reference]:
-            return {
-                rank: worker.submit(
-                    WorkerProcess.regroup, self.worlds[rank], rendezvous, to_new if worker in new else handover
-                )
-                for rank, worker in enumerate(self.workers)
-            }
-
-        return self._connect(join, on_wait)
+        handovers = [(to_new if worker in new else handover,) for worker in self.workers]
+        return self._connect(WorkerProcess.regroup, handovers, on_wait)
 
     def renew(
         self,
@@ -741,7 +734,7 @@ class WorkerGroup:
         """
         self._look_after(joining)
         self._give_places(survivors, joining)
-        return self._connect(partial(self._build, captures=captures), on_wait or self._startup.poll)
+        return self._build(on_wait or self._startup.poll, captures=captures)
 
     def _give_places(
         self, survivors: Sequence[int], joining: Sequence[StandbyWorker], places: Sequence[int] = ()

@@ -27,7 +27,7 @@ from raysgd.core.engine.shared.types import (
     World,
 )
 from raysgd.core.engine.transfers import SharedValue
-from raysgd.core.engine.worker import LocalWorker, WorkerProcess
+from raysgd.core.engine.worker import LocalWorker
 from raysgd.exceptions import TrainerShutdownError, WorkerFault
 from tests.core.engine.trainer import RESTARTS, Trainer, befalls, dies
 from tests.helpers.fakes import CountingReplica, FakeClock, NullConnection, failure
@@ -113,12 +113,7 @@ class Calls:
         self._group.give_ranks(workers, [WorkerInfo("node", "10.0.0.1", 1)] * len(workers))
 
     def connect(self) -> GroupReport:
-        def build(rendezvous: Rendezvous) -> dict[int, Any]:
-            arguments = rendezvous, CountingReplica, False
-            workers = zip(self._group.worlds, self._group.workers, strict=True)
-            return {world.rank: worker.submit(WorkerProcess.build, world, *arguments) for world, worker in workers}
-
-        return self._group._connect(build)
+        return self._group._build(lambda: None, captures=False)
 
 
 def test_a_driver_that_goes_on_as_the_only_worker_leaves_the_group_that_it_was_in() -> None:
