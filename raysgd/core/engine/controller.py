@@ -433,30 +433,24 @@ class ElasticController(Lifecycle):
             WorkersLostError: The retries are used up, or too few workers can be started.
             TrainerShutdownError: The trainer was stopped before or during the call, or its Ray session has ended.
         """
-        with self.turns.take_turn():
-            budget, has_failed = budget or RetryBudget(max_retries), True
+        with self._watched_turn(), OnFailure(self._monitor.observe):
+            budget = budget or RetryBudget(max_retries)
             self.snapshots.keeps_replaced = self.is_ending
-            try:
-                # If the program is ending, Ray may be shutting down, too.
-                if self._follows_cluster and not self.is_ending:
-                    self._adapt(call, budget)
-                if self.holds_only_state and not (call.captures or self._is_taken_up):
-                    if not self.snapshots.is_coming:
-                        self._run(copy_call(), budget)
-                    if not call.can_continue:  # otherwise, survivors of a failure have the state
-                        self.snapshot(budget)
-                ended = self._run(call, budget)
-                # If the call took longer than estimated, a snapshot is due now.
-                if self.spec.captures_after_calls and self.snapshots.is_overdue:
+            # If the program is ending, Ray may be shutting down, too.
+            if self._follows_cluster and not self.is_ending:
+                self._adapt(call, budget)
+            if self.holds_only_state and not (call.captures or self._is_taken_up):
+                if not self.snapshots.is_coming:
                     self._run(copy_call(), budget)
-                if self._follows_cluster and self.owes_spares and not self.is_ending:
-                    self.start_spares()
-                has_failed = False
-                return ended
-            finally:
-                if has_failed:
-                    self._monitor.observe()
-                self._monitor.is_on = False
+                if not call.can_continue:  # otherwise, survivors of a failure have the state
+                    self.snapshot(budget)
+            ended = self._run(call, budget)
+            # If the call took longer than estimated, a snapshot is due now.
+            if self.spec.captures_after_calls and self.snapshots.is_overdue:
+                self._run(copy_call(), budget)
+            if self._follows_cluster and self.owes_spares and not self.is_ending:
+                self.start_spares()
+            return ended
 
     @property
     def _is_taken_up(self) -> bool:
@@ -469,7 +463,7 @@ class ElasticController(Lifecycle):
 
         Before that, fetch training state that exists only in the workers.
         """
-        with self._turn_to_copy():
+        with self._watched_turn():
             self.recovery.abandon_call()
 
     def lend_spare(self) -> Loan | None:
@@ -555,7 +549,7 @@ class ElasticController(Lifecycle):
         Raises:
             WorkersLostError: The snapshot was lost in transit several times.
         """
-        with self._turn_to_copy():
+        with self._watched_turn():
             for num_copies in range(NUM_COPIES + 1):
                 if num_copies:
                     self.run(copy_call(), budget=budget)
@@ -570,7 +564,7 @@ class ElasticController(Lifecycle):
 
         The snapshot may still be in transit to the driver: see `NewestSnapshot.result`.
         """
-        with self._turn_to_copy():
+        with self._watched_turn():
             self.snapshots.poll()
             if not self._is_known:
                 self._monitor.await_snapshot()
@@ -587,12 +581,12 @@ class ElasticController(Lifecycle):
         Return None if there is no snapshot, if it was lost in transit, or if state that all ranks share, such as the
         model, has changed since it was taken.
         """
-        with self._turn_to_copy():
+        with self._watched_turn():
             self._monitor.await_snapshot()
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     @contextmanager
-    def _turn_to_copy(self) -> Iterator[None]:
+    def _watched_turn(self) -> Iterator[None]:
         """Wait in the queue of calls, then run the `with` block.
 
         The block may use the monitor, which stops watching afterwards.

@@ -69,6 +69,7 @@ class Interpreter:
             states.AwaitingCopy: self._awaiting_snapshot,
             states.AwaitingBriefly: self._awaiting_briefly,
             states.Rebuilding: self._rebuilding,
+            states.Replacing: self._replacing,
             states.Scheduling: self._scheduling,
             states.Launching: self._launching,
             states.Restoring: self._restoring,
@@ -450,17 +451,20 @@ class Interpreter:
     # ---- back to the last snapshot
 
     def _rebuilding(self, state: states.Rebuilding) -> states.Done | states.NotDone:
-        lifecycle, group, on_wait = self._lifecycle, self._lifecycle.running, self._monitor.poll
-        if state.is_again:
-            assert self._current.report is not None
-            report, on_wait = self._current.report, Monitor(lifecycle, is_of_restore=True).poll
-        else:
-            report = group.renew(group.ranks_of(state.members), state.joining, on_wait)
-        report = lifecycle.without_lost(report, group, on_wait)
+        group, on_wait = self._lifecycle.running, self._monitor.poll
+        report = group.renew(group.ranks_of(state.members), state.joining, on_wait)
+        return self._rebuilt(report, on_wait, "form a new group")
+
+    def _replacing(self, state: states.Replacing) -> states.Done | states.NotDone:
+        assert self._current.report is not None, "a restore has failed"
+        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
+        return self._rebuilt(self._current.report, on_wait, "restore the state")
+
+    def _rebuilt(self, report: GroupReport, on_wait: Callable[[], None], what: str) -> states.Done | states.NotDone:
+        report = self._lifecycle.without_lost(report, self._lifecycle.running, on_wait)
         if report.ok:
-            lifecycle.take_answers(report)
+            self._lifecycle.take_answers(report)
             return states.Done()
-        what = "restore the state" if state.is_again else "form a new group"
         logger.warning("could not %s: %s", what, words(classify(report)))
         return states.NotDone()
 

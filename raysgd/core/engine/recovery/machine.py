@@ -53,6 +53,7 @@ from raysgd.core.engine.recovery.states import (
     Rebuilding,
     Record,
     Regrouping,
+    Replacing,
     Resources,
     Restart,
     Restoring,
@@ -171,15 +172,15 @@ def transition(state: State, event: Event, known: Known) -> Step:
             return _start_again(plan, known)
         case Launching(plan), NotGranted():
             return _schedule(plan.next_attempt, known)
-        case Rebuilding(plan), Done():
+        case Rebuilding(plan) | Replacing(plan), Done():
             return Step(Restoring(plan), (Do.DROP_IN_TRANSIT,))
-        case Rebuilding(plan), NotDone():
+        case Rebuilding(plan) | Replacing(plan), NotDone():
             return _start_others(plan, known)
         case Restoring(plan), Done():
             next_state = Running("resume" if known.is_inside else "start") if known.in_call else Finished()
             return Step(next_state, (Record(plan.kind),))
         case Restoring(plan), NotDone():
-            return Step(Rebuilding(plan, is_again=True))
+            return Step(Replacing(plan))
     raise AssertionError(f"{state} cannot end with {event}")
 
 
@@ -204,7 +205,7 @@ def _plan_of(state: State) -> Raise | Restart | None:
             return change.plan if isinstance(change, Evacuate | Reuse) else None
         case Capturing(Evacuate(plan)) | AwaitingCopy(Evacuate(plan)) | AwaitingBriefly(plan):
             return plan
-        case Scheduling(plan) | Launching(plan) | Rebuilding(plan) | Restoring(plan):
+        case Scheduling(plan) | Launching(plan) | Rebuilding(plan) | Replacing(plan) | Restoring(plan):
             return plan
     return None
 

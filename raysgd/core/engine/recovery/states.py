@@ -275,15 +275,18 @@ class AwaitingBriefly:
 
 @dataclass(frozen=True)
 class Rebuilding:
-    """Members and standby workers connect and build their replicas again, until no more of them are lost meanwhile.
-
-    `is_again`: workers of the group were lost in a restore.
-    """
+    """Members and standby workers connect and build their replicas again, until no more of them are lost meanwhile."""
 
     plan: Restart
-    members: Members = NOBODY
+    members: Members
     joining: tuple[Any, ...] = ()
-    is_again: bool = False
+
+
+@dataclass(frozen=True)
+class Replacing:
+    """Workers were lost in a restore. The others, and standby workers, connect and build their replicas again."""
+
+    plan: Restart
 
 
 @dataclass(frozen=True)
@@ -318,7 +321,7 @@ class Finished:
 
 State: TypeAlias = (
     "Running | Polling | Settling | TearingDown | FillingUp | Regrouping | Capturing | AwaitingSnapshot"
-    " | AwaitingCopy | AwaitingBriefly | Rebuilding | Scheduling | Launching | Restoring | Finished"
+    " | AwaitingCopy | AwaitingBriefly | Rebuilding | Replacing | Scheduling | Launching | Restoring | Finished"
 )
 
 # ------------------------------------------------------------------------------------------------------ events

@@ -47,6 +47,7 @@ from raysgd.core.engine.recovery.states import (
     Raise,
     Rebuilding,
     Regrouping,
+    Replacing,
     Resources,
     Restart,
     Restoring,
@@ -131,9 +132,9 @@ def events(node: Node) -> Iterator[Event]:
             yield from (Resources(2), Resources())
         case Launching():
             yield from (Done(), NotDone(), NotGranted())
-        case Rebuilding() if not known.members:
+        case Rebuilding() | Replacing() if not known.members:
             yield NotDone()
-        case Rebuilding() | Restoring():
+        case Rebuilding() | Replacing() | Restoring():
             yield from (Done(), NotDone())
 
 
@@ -193,7 +194,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         num_joining = len(following.joining)
         joining = frozenset(sorted(frozenset(range(4)) - following.members)[:num_joining])
         known = replace(known, members=following.members | joining, num_standby=known.num_standby - num_joining)
-    if isinstance(following, Rebuilding) and not following.is_again:
+    if isinstance(following, Rebuilding):
         members = following.members or frozenset(range(known.num_standby))
         known = replace(known, members=members, num_standby=0)
     if isinstance(state, Launching) and isinstance(event, Done):
