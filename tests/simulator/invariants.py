@@ -221,7 +221,7 @@ class Invariants:
     def waiting(self) -> list[Process]:
         """Workers in good health that are ready to step in, and have been for a moment."""
         simulation, leaving = self._simulation, self.leaving_nodes()
-        group = None if simulation.controller.is_stopped else simulation.controller.group
+        group = None if simulation.controller.stopped.is_set() else simulation.controller.group
         members = [] if group is None else group.processes
         idle = [each for each in simulation.cluster.live if each not in members and not each.is_killed]
         healthy = [each for each in idle if not each.is_frozen and each.node not in leaving]
@@ -251,7 +251,7 @@ class Invariants:
 
     def _nodes_in_use(self) -> set[str]:
         controller = self._simulation.controller
-        group = None if controller.is_stopped else controller.group
+        group = None if controller.stopped.is_set() else controller.group
         return set() if group is None else {process.node for process in group.processes}
 
     @property
@@ -277,13 +277,13 @@ class Invariants:
     def check_between_calls(self) -> None:
         """Nothing is left over that no one knows of."""
         simulation = self._simulation
-        if simulation.controller.is_stopped:
+        if simulation.controller.stopped.is_set():
             return
         group = simulation.controller.group
         held = sum(len(each.bundles) for each in simulation.cluster.reservations if not each.is_closing)
         wanted = len(group.slots) if group is not None else 0
         self.require(held == wanted, f"{held} slots are reserved between calls, not {wanted}")
-        self.require(simulation.controller.monitor is None, "a monitor is left between calls")
+        self.require(not simulation.controller.monitor.is_on, "a monitor is left between calls")
         known = [] if group is None else group.known_processes
         left = [process for process in simulation.cluster.live if not process.is_killed and process not in known]
         self.require(not left, f"no one knows of {', '.join(map(str, left))}")

@@ -372,7 +372,7 @@ class Program:
         except WorkerError as error:
             require(kinds["raise"] > 0, f"a validation raised {error!r}")
         except TrainerShutdownError:
-            require(self._controller.is_stopped, "a validation was told of a shutdown")
+            require(self._controller.stopped.is_set(), "a validation was told of a shutdown")
         except (WorkersLostError, ReservationTimeoutError) as error:
             self._simulation.tell(f"NOT VALIDATED  {error!r}")
             require("no other spare is left" not in str(error) or not self._has_spares, f"{error!r} with a spare")

@@ -117,7 +117,7 @@ class Simulation:
 
     def _sleep(self, seconds: float) -> None:
         """As the engine's own clock does: a wait ends when the trainer is stopped."""
-        self.kernel.block(lambda: self.controller.is_stopped, seconds)
+        self.kernel.block(lambda: self.controller.stopped.is_set(), seconds)
 
     def _leaving(self) -> frozenset[str]:
         return frozenset(node.name for node in self.cluster.nodes.values() if node.is_leaving and node.is_alive)

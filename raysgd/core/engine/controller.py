@@ -256,6 +256,7 @@ class ElasticController(Lifecycle):
     Attributes:
         num_calls: Sequence number of the current or last call. Consecutive calls that change the training state have
             different numbers.
+        monitor: Watches the running call. It is off between calls, and in calls whose only worker is the driver.
         threads: Starts threads that call Ray. `stop` waits for them.
     """
 
@@ -275,29 +276,12 @@ class ElasticController(Lifecycle):
         _OF_THIS_PROGRAM.add(self)
         # If the driver is the only worker and there are no spares, changes in the cluster do not matter.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
-        self._monitor = Monitor(self)
-        self.recovery = Interpreter(self, self._monitor, failures or FailurePolicy(), start_budget)
+        self.monitor = Monitor(self)
+        self.recovery = Interpreter(self, self.monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self)
         self.threads = RayThreads()
         self.num_calls = 0
         self._nodes_due = float("-inf")
-
-    @property
-    def is_stopped(self) -> bool:
-        """True if `stop` was called."""
-        return self.stopped.is_set()
-
-    @property
-    def monitor(self) -> Monitor | None:
-        """The monitor of the running call. None between calls, and in calls whose only worker is the driver."""
-        return self._monitor if self._monitor.is_on else None
-
-    def observe_with(self, observer: Callable[[], None]) -> None:
-        """Make the monitor call `observer` about once a second during a call, and once after a call raised an error.
-
-        If the driver is the only worker, `observer` is called only after errors.
-        """
-        self._monitor.observer = observer
 
     def ensure_group(self) -> WorkerGroup:
         """Return the running group. If no group is running, start one from the last snapshot.
@@ -333,7 +317,7 @@ class ElasticController(Lifecycle):
         """
         with self.turns.take_turn():
             if self.take_over():
-                self._monitor.settle_last_hold()
+                self.monitor.settle_last_hold()
             else:
                 self.recovery.restart("started", "a new trainer", needs_all=not as_fits)
 
@@ -433,7 +417,7 @@ class ElasticController(Lifecycle):
             WorkersLostError: The retries are used up, or too few workers can be started.
             TrainerShutdownError: The trainer was stopped before or during the call, or its Ray session has ended.
         """
-        with self._watched_turn(), OnFailure(self._monitor.observe):
+        with self._watched_turn(), OnFailure(self.monitor.observe):
             budget = budget or RetryBudget(max_retries)
             self.snapshots.keeps_replaced = self.is_ending
             # If the program is ending, Ray may be shutting down, too.
@@ -553,7 +537,7 @@ class ElasticController(Lifecycle):
             for num_copies in range(NUM_COPIES + 1):
                 if num_copies:
                     self.run(copy_call(), budget=budget)
-                self._monitor.await_snapshot()
+                self.monitor.await_snapshot()
                 landed = self.snapshots.landed
                 if landed is not None and self._is_known:
                     return landed
@@ -567,7 +551,7 @@ class ElasticController(Lifecycle):
         with self._watched_turn():
             self.snapshots.poll()
             if not self._is_known:
-                self._monitor.await_snapshot()
+                self.monitor.await_snapshot()
                 self.run(copy_call())
             return self.snapshots.newest()
 
@@ -582,7 +566,7 @@ class ElasticController(Lifecycle):
         model, has changed since it was taken.
         """
         with self._watched_turn():
-            self._monitor.await_snapshot()
+            self.monitor.await_snapshot()
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     @contextmanager
@@ -595,7 +579,7 @@ class ElasticController(Lifecycle):
             try:
                 yield
             finally:
-                self._monitor.is_on = False
+                self.monitor.is_on = False
 
     def _run(self, call: Call, budget: RetryBudget) -> Completed | Left:
         """Run a call until an attempt succeeds or no further attempt is allowed."""
@@ -604,14 +588,6 @@ class ElasticController(Lifecycle):
         self.num_calls = number.call if number is not None else self.num_calls + 1
         self.ensure_group()
         return self.recovery.run(call, budget, number)
-
-    def hold_to_leave(self) -> None:
-        """If `Call.leaves` of the running call returns True, make the call stop after the next step.
-
-        This method is for groups whose only worker is the driver. The call itself runs this method between two steps.
-        In other groups, the monitor stops the call while the driver waits for the workers' answers.
-        """
-        self._monitor.hold_to_leave()
 
     def _adapt(self, call: Call, budget: RetryBudget) -> None:
         """Before a call, move workers off nodes that are being removed, and add workers if resources are free.
@@ -635,7 +611,7 @@ class ElasticController(Lifecycle):
 
     def _leave_nodes(self, budget: RetryBudget) -> None:
         """Move the workers off nodes that are being removed. Restart all workers only if there is no other way."""
-        self._monitor.watch()
+        self.monitor.watch()
         movability = self._movability()
         if movability is _Movability.CAN_MOVE:
             self.recovery.move(self.leaving_nodes_in_use(), LEAVING)
@@ -662,7 +638,7 @@ class ElasticController(Lifecycle):
         self.start_spares()
         if len(group) >= most:
             return
-        self._monitor.watch()
+        self.monitor.watch()
         movability = self._movability()
         if movability is _Movability.CAN_MOVE:
             self._await_standby(most if call.resume is None else self.resizing.num_awaited_by_call)
@@ -684,7 +660,7 @@ class ElasticController(Lifecycle):
         num_missing = num_awaited - len(self.running)
         while standby.num_ready < num_missing and standby.num_coming and self.now() < deadline:
             self.sleep(0.005)
-            self._monitor.poll()
+            self.monitor.poll()
         standby.kill_unresponsive()
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:

@@ -55,7 +55,7 @@ class Monitor:
         reason: Why the ranks were asked to stop between two steps.
         is_leaving: True if all ranks have agreed to stop so that the call ends early.
         observer: Called once per round while a call or a change to the group is watched, and once after a call raised
-            an error. May be None.
+            an error. May be None. If the driver is the only worker, it is called only after errors.
     """
 
     def __init__(self, lifecycle: Lifecycle, *, is_of_restore: bool = False) -> None:
@@ -353,7 +353,10 @@ class Monitor:
                 self._agree(group, ROOM)
 
     def hold_to_leave(self) -> None:
-        """If the call should end early, propose an upcoming step at which all ranks stop."""
+        """If the call should end early, propose an upcoming step at which all ranks stop.
+
+        If the driver is the only worker, the call itself runs this method between two steps.
+        """
         group = self._lifecycle.group
         if self._leaves is None or group is None or self._is_holding or not self._leaves():
             return

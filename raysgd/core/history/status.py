@@ -218,7 +218,7 @@ def ask_status(controller: ElasticController, samples_per_s: float | None) -> Tr
     Raises:
         TrainerShutdownError: The trainer was stopped.
     """
-    if controller.is_stopped or not controller.has_session_ended:
+    if controller.stopped.is_set() or not controller.has_session_ended:
         controller.check_active()
     group = None if controller.has_session_ended else controller.group
     asked = ask_heartbeats(group, quiet_s(controller.spec.heartbeat_s)) if group is not None else {}
@@ -237,7 +237,7 @@ def glance(
         samples_per_s: Throughput of the last training call. Used if no training call is running, or if the
             throughput of the running call is not known yet.
     """
-    heartbeats = controller.monitor.heartbeats if controller.monitor is not None else {}
+    heartbeats = controller.monitor.heartbeats if controller.monitor.is_on else {}
     is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
     return compose(controller, heartbeats if is_training else last_heartbeats, samples_per_s)
 
@@ -247,12 +247,12 @@ def compose(
 ) -> TrainerStatus:
     """Build a trainer's status from what its controller knows and the heartbeats of its workers."""
     monitor, history = controller.monitor, controller.history
-    has_ended = controller.has_session_ended and not controller.is_stopped
+    has_ended = controller.has_session_ended and not controller.stopped.is_set()
     group = None if has_ended else controller.group
     infos = group.infos if group is not None else ()
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
     records = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
-    present = monitor.samples_per_s if monitor is not None else None
+    present = monitor.samples_per_s if monitor.is_on else None
     return TrainerStatus(
         workers=workers,
         num_wanted=controller.scaling.max_workers,

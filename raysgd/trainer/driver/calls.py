@@ -253,7 +253,7 @@ class TrainerCalls:
         if self.life.listeners.on_wait is not None:
             self.life.listeners.on_wait()
         if call.leaves is not None and call.leaves():
-            self.life.controller.hold_to_leave()
+            self.life.controller.monitor.hold_to_leave()
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
         """If `leaves` returns True, end the call at once, in the middle of a step. Otherwise, call the listeners.

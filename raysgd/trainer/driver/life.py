@@ -418,7 +418,7 @@ class TrainerLife:
         """
         with naming_config_entries(self.settings.config):
             self.controller.start()
-        self.controller.observe_with(self.figures.report)
+        self.controller.monitor.observer = self.figures.report
         self.check_same_data()
         recovery = self.group_settings.recovery
         checks.warn_of_obstacle(

@@ -653,7 +653,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         figures are missing.
         """
         controller = self._life.controller
-        return self._life.figures.accounts.ledger(None if controller.is_stopped else controller.num_workers)
+        return self._life.figures.accounts.ledger(None if controller.stopped.is_set() else controller.num_workers)
 
     def __repr__(self) -> str:
         """Return a one-line description of the trainer, without contacting the workers."""
@@ -663,7 +663,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
             return f"<{type(self).__name__}: not started>"
 
     def _repr_html_(self) -> str:
-        if self._life.controller.is_stopped:
+        if self._life.controller.stopped.is_set():
             return card(self._title, note=self._in_words())
         return self.status().as_card(self._title)
 
@@ -673,7 +673,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
 
     def _in_words(self) -> str:
         most = readable.counted(self.max_replicas, "worker")
-        parts = ["shut down" if self._life.controller.is_stopped else f"{self.num_workers} of {most}"]
+        parts = ["shut down" if self._life.controller.stopped.is_set() else f"{self.num_workers} of {most}"]
         if self.history.records:
             parts.append(f"epoch {self.history.records[-1].epoch}")
         return ", ".join([*parts, self.backend, *readable.failures(self.history.events)])

@@ -265,7 +265,7 @@ def test_a_call_that_the_driver_alone_works_on_ends_by_itself_and_keeps_its_resu
     look = befalls(lambda process: has_returned.append(trainer.kernel.threads[-1].is_over), 0, nth=[5])
     assert trainer.walk(5, befalls(trainer.stop, 0), look) == [5]
     assert has_returned == [True], "`stop` does not wait for a call that nobody can end"
-    assert (trainer.controller.is_stopped, trainer.controller.group) == (True, None)
+    assert (trainer.controller.stopped.is_set(), trainer.controller.group) == (True, None)
 
 
 # -------------------------------------------------------------------------------------------- starting
@@ -552,7 +552,7 @@ def test_a_stop_while_room_is_looked_for_starts_no_group() -> None:
     view = trainer.controller.view
 
     def stop_first() -> ClusterView:
-        if not trainer.controller.is_stopped:
+        if not trainer.controller.stopped.is_set():
             trainer.kernel.run_thread(trainer.controller.stop)
             trainer.kernel.sleep(1.0)
         return view()
@@ -652,7 +652,7 @@ class TestACallThatIsLeft:
         ended = trainer.controller.run_or_leave(call)
         assert isinstance(ended, Left)
         captures = ended.parts
-        assert trainer.controller.monitor is None
+        assert not trainer.controller.monitor.is_on
         landed = trainer.controller.snapshots.landed
         assert landed is not None
         assert landed.progress is None, "no call goes on inside"

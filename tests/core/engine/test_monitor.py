@@ -34,12 +34,12 @@ def test_few_workers_are_asked_soon_and_many_only_after_a_round(num_workers: int
     began, heard_at = trainer.kernel.now, list[float]()
 
     def note() -> None:
-        if trainer.controller.monitor is not None and trainer.controller.monitor.heartbeats:
+        if trainer.controller.monitor.is_on and trainer.controller.monitor.heartbeats:
             heard_at.append(trainer.kernel.now - began)
 
     run_waiting(trainer, 20, note)
     assert first_s < heard_at[0] < first_s + 0.4
-    assert trainer.controller.monitor is None
+    assert not trainer.controller.monitor.is_on
 
 
 @pytest.mark.parametrize(("snapshots_inside", "num_rounds"), [(True, 28), (False, 8)])
@@ -125,7 +125,7 @@ def test_while_a_call_counts_samples_its_own_throughput_is_told_and_the_last_one
     trainer, told = Trainer().started(), list[Any]()
     tell_samples(monkeypatch, samples_per_s, phase)
     last = {0: Heartbeat(own_s=9.0)}
-    trainer.controller.observe_with(lambda: told.append(glance(trainer.controller, last, 7.0)))
+    trainer.controller.monitor.observer = lambda: told.append(glance(trainer.controller, last, 7.0))
     trainer.walk(40)
     assert told[0].samples_per_s == 7.0, "it takes two moments"
     assert told[-1].samples_per_s == pytest.approx(present, rel=0.01)
@@ -152,7 +152,7 @@ def test_the_status_names_the_state_of_a_recovery_while_it_runs() -> None:
 def test_whoever_looks_hears_of_a_call_that_failed_for_good() -> None:
     trainer = Trainer().started()
     kinds: list[str] = []
-    trainer.controller.observe_with(lambda: kinds.append(trainer.controller.history.events[-1].kind))
+    trainer.controller.monitor.observer = lambda: kinds.append(trainer.controller.history.events[-1].kind)
     with pytest.raises(WorkersLostError):
         trainer.walk(5, dies(1), max_retries=0)
     assert kinds[-1] == "lost"

@@ -44,4 +44,4 @@ def test_the_workers_end_as_soon_as_the_program_drops_the_trainer(name: str) -> 
     controller, dropped = trainer._life.controller, weakref.ref(trainer)
     del trainer
     assert dropped() is None
-    assert controller.is_stopped
+    assert controller.stopped.is_set()
