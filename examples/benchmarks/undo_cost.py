@@ -58,7 +58,7 @@ class Program:
             output = model(features)
             output.square().mean().backward()
             if self.undo is not None:
-                self.record.note_all_reduce()
+                self.record.num_all_reduces += 1
                 self.undo.see_all_reduce(self.record)
             optimizer.step()
             features = output.detach()

@@ -361,10 +361,10 @@ class LightningOperator(TrainingOperator):
         The batches of a loader without a length are not consumed, because there may be no end to them.
         """
         leg = self._raysgd.sync.leg
-        leg.end_waiting()  # tell the other ranks not to wait for a backward pass of this rank
+        leg.weights.end_waiting()  # tell the other ranks not to wait for a backward pass of this rank
         if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:
-                leg.end_waiting()
+                leg.weights.end_waiting()
 
     def _step_schedulers(
         self, intervals: tuple[str, ...], count: int, *parts: Mapping[str, Any], waits: bool = False

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raysgd.exceptions import UnevenStepsError, WorkerError, WorkersLostError
-from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.sync import Leg
 from tests.programs.grammar import Value, drawn, read, smaller, written
 from tests.programs.kinds import KINDS, kind_of
 from tests.programs.outcomes import Outcome, differences

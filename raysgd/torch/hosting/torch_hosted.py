@@ -33,9 +33,8 @@ from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
-from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import DDP, Strategy
-from raysgd.torch.parallel.sync import DDPSync, GradientSync
+from raysgd.torch.parallel.sync import DDPSync, GradientSync, Leg
 from raysgd.torch.parallel.tensors import sums_of
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
@@ -296,14 +295,14 @@ class TorchHostedOperator(HostedOperator):
         if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
-        noting = internals.loss_calls.on(internals.criterion, leg.note_labels)
+        noting = internals.loss_calls.on(internals.criterion, leg.weights.note_labels)
         try:
             may_repeat = self.world.is_distributed or parts.splits
             can_continue = may_repeat and not (self.group_obstacle or self.epoch_obstacle)
             parts.undo.open_call(can_continue and is_divided)
             with leg.flight_recorder.of_call(), self._in_shares(call.progress.num_requested is None, source), noting:
                 yield
-            leg.check_counted()
+            leg.weights.check_counted()
         finally:
             sync.end_leg()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +20,9 @@ from raysgd.core.text.frames import defined_at
 from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.feed import LoaderSource, TorchFeed
 from raysgd.torch.objects import metric_objects
-from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.record import SoFar
+from raysgd.torch.parallel.record import StepRecord
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.parallel.sync import GradientSync
+from raysgd.torch.parallel.sync import GradientSync, Leg
 from raysgd.torch.parallel.undo import Mode, Undo, lacks_memory
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
@@ -38,6 +37,44 @@ logger = logging.getLogger(__name__)
 is_plain = partial(is_stock, of=TrainingOperator)
 
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
+
+
+class SoFar(NamedTuple):
+    """Facts that the committed steps of a call have shown.
+
+    Attributes:
+        has_averaged: True if gradients were averaged over the ranks.
+        has_stepped: True if an optimizer has stepped, with several ranks.
+        has_own_gradients: True if a later step uses gradients that only this rank has.
+    """
+
+    has_averaged: bool = False
+    has_stepped: bool = False
+    has_own_gradients: bool = False
+
+    def after(self, record: StepRecord, num_ranks: Callable[[], int], has_waiting: Callable[[], Any]) -> SoFar:
+        """Return what is known after another step.
+
+        Args:
+            record: What has happened in the step.
+            num_ranks: Function that returns the number of ranks.
+            has_waiting: Function that returns a true value if there are gradients with which no optimizer has stepped.
+        """
+        is_averaged = record.num_all_reduces > 0
+        return SoFar(
+            self.has_averaged or is_averaged,
+            self.has_stepped or (bool(record.stepped) and num_ranks() > 1),
+            (self.has_own_gradients or not is_averaged) and bool(has_waiting()),
+        )
+
+    @property
+    def ranks_are_apart(self) -> bool:
+        """True if the ranks' states differ, so that no new rank may copy them.
+
+        Either each rank has accumulated its own gradients, or user code steps without an all-reduce, so that the
+        weights diverge.
+        """
+        return self.has_own_gradients or (self.has_stepped and not self.has_averaged)
 
 
 class TorchParts(StepParts):
@@ -221,7 +258,7 @@ class TorchParts(StepParts):
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
         """
         leg, name = self._sync.leg, type(self._operator).__name__
-        if leg.accumulation is not None:
+        if leg.weights.accumulation is not None:
             leg.end_batch()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
         if leg.rules.has_several and has_batches and not leg.is_used:

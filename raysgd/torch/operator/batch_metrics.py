@@ -90,7 +90,7 @@ class BatchMetrics(Internals):
         if weight is None and found != num_samples:
             if len(self.leg.batch.items) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.leg.expect_weight()  # unless the loss is the criterion's return value
+            self.leg.weights.expect_weight()  # unless the loss is the criterion's return value
         size = {NUM_SAMPLES: num_samples}
         return size if weight is None else {**size, BATCH_WEIGHT: weight}
 

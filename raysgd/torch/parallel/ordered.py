@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.arrays.division import BatchPlan, even_counts
 from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.objects import rng
-from raysgd.torch.parallel.leg import Leg, Scale
-from raysgd.torch.parallel.sync import DDPSync, GradientSync, Pass
+from raysgd.torch.parallel.sync import DDPSync, GradientSync, Leg, Pass
 
 
 class LogicalShards:
@@ -166,9 +165,9 @@ class OrderedSync(GradientSync):
             self._shards.check()
         super().check()
 
-    def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
+    def backward_pass(self, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
         if self._shards is None:
-            return super().backward_pass(scale, parameters, is_second)
+            return super().backward_pass(parameters, is_second)
         return self._pass_of_shard(self._shards, [each for each in parameters if each.requires_grad])
 
     @contextmanager

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,11 +67,6 @@ class BatchRecord:
 
     def forget_items(self) -> None:
         """Let the criterion's calls from now on count for the next metrics of the batch."""
-        self.items = []
-
-    def end(self) -> None:
-        """Let what follows belong to no batch. What was computed for this batch remains recorded."""
-        self.waits = self.is_by_samples = self.uncounted = False
         self.items = []
 
 
@@ -141,10 +136,6 @@ class StepRecord:
         """Record that an all-reduce of the step failed because a connection was lost."""
         self.error = self.error or error
 
-    def note_all_reduce(self) -> None:
-        """Record that a model's last gradients are about to be averaged."""
-        self.num_all_reduces += 1
-
     def note_averaged(self) -> None:
         """Record that an all-reduce came through, or has started and will report a lost connection."""
         self.is_averaged = True
@@ -201,44 +192,6 @@ def _num_collectives() -> float:
     # The type is Any, because PyTorch's type stubs lack the method that is called below.
     group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
-
-
-class SoFar(NamedTuple):
-    """Facts that the committed steps of a call have shown.
-
-    Attributes:
-        has_averaged: True if gradients were averaged over the ranks.
-        has_stepped: True if an optimizer has stepped, with several ranks.
-        has_own_gradients: True if a later step uses gradients that only this rank has.
-    """
-
-    has_averaged: bool = False
-    has_stepped: bool = False
-    has_own_gradients: bool = False
-
-    def after(self, record: StepRecord, num_ranks: Callable[[], int], has_waiting: Callable[[], Any]) -> SoFar:
-        """Return what is known after another step.
-
-        Args:
-            record: What has happened in the step.
-            num_ranks: Function that returns the number of ranks.
-            has_waiting: Function that returns a true value if there are gradients with which no optimizer has stepped.
-        """
-        is_averaged = record.num_all_reduces > 0
-        return SoFar(
-            self.has_averaged or is_averaged,
-            self.has_stepped or (bool(record.stepped) and num_ranks() > 1),
-            (self.has_own_gradients or not is_averaged) and bool(has_waiting()),
-        )
-
-    @property
-    def ranks_are_apart(self) -> bool:
-        """True if the ranks' states differ, so that no new rank may copy them.
-
-        Either each rank has accumulated its own gradients, or user code steps without an all-reduce, so that the
-        weights diverge.
-        """
-        return self.has_own_gradients or (self.has_stepped and not self.has_averaged)
 
 
 class FlightRecorder:

@@ -1,12 +1,13 @@
-"""`GradientSync`: averages the gradients of optimizer steps over the ranks. `Strategy` prepares the models for this.
+"""`GradientSync` averages the gradients of optimizer steps over the ranks. `Leg` tracks the current batch and step.
+
+A leg is the part of a training call that one worker group runs. `GradientSync.begin_leg` creates a `Leg` when a call
+starts, and another one when the call continues in a new worker group. The attribute `leg` of the sync is the current
+`Leg`. User code may also run backward passes between calls. The sync then has a `Leg` without batches.
 
 The loss of a batch is the mean over its samples, and an all-reduce takes the unweighted mean of the ranks' gradients.
-If the ranks' batches differ in size, that mean is not the mean over all samples. Therefore, each rank's gradient is
-first multiplied by a factor that is proportional to the rank's number of samples, and is nearly always 1. With gradient
-accumulation, this would be the sum of several batches' gradients. In this case, the library weights the losses instead.
-This requires that the library, not user code, runs the backward pass. See `raysgd.torch.parallel.leg`.
+If the ranks' batches differ in size, `raysgd.torch.parallel.weights` makes it the mean over all samples.
 
-`DDPSync` does this in a communication hook on each model in `DistributedDataParallel` (DDP).
+`DDPSync` averages in a communication hook on each model in `DistributedDataParallel` (DDP).
 DDP passes gradients to the hook in buckets. The hook multiplies the gradients by this rank's weight, all-reduces them,
 and records whether that succeeded. Once per optimizer step, with the last bucket of a backward pass, the hook also
 sends this rank's metrics. PyTorch allows one hook per model. If the user has a hook, raysgd's hook calls it.
@@ -31,18 +32,216 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.arrays.division import BatchPlan
-from raysgd.core.connections.group import Array, Group
+from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
+from raysgd.core.connections.group import Array, Gather, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import is_connection_error, mesh_group
-from raysgd.torch.parallel.leg import Items, Leg, Scale
-from raysgd.torch.parallel.record import FlightRecorder, StepRecord
-from raysgd.torch.parallel.tensors import all_sum, multiply, reachable, repeat_first
+from raysgd.core.numbers.time_spent import UNDO
+from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
+from raysgd.torch.parallel.tensors import all_sum, reachable, repeat_first
+from raysgd.torch.parallel.undo import Undo
+from raysgd.torch.parallel.weights import UNSCALED, Weights
+from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import StepRules
 
 Pass = AbstractContextManager[Any]  # wraps a backward pass
 
 _NOTHING = nullcontext()
+
+
+class Leg:
+    """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
+
+    A step is an optimizer step. With `deterministic=True`, each global batch is divided into logical shards, whose
+    number does not depend on the number of ranks.
+
+    Args:
+        rules: What holds for all steps of the leg.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
+        record: What has happened since the last commit, perhaps between two calls.
+        flight_recorder: Records this rank's actions, to compare them with those of other ranks.
+        ledger: Measures the time spent in communication and on copies.
+        sync: The `GradientSync` whose `open` is called before each batch, and `check` when a step has ended; None if
+            there is nothing to do then.
+        share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
+
+    Attributes:
+        rules: What holds for all steps of the leg.
+        plan: How the batch counts that the training code requested last.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
+        weights: Weights the backward passes of the batch.
+        record: What has happened since the last commit.
+        flight_recorder: Records this rank's actions, to compare them with those of other ranks.
+        ledger: Measures the time spent in communication and on copies.
+        batch: What has happened to the batch that the training code requested last.
+        is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
+            methods; gradient accumulation then has no effect.
+        has_clipped: True if gradients were clipped in this leg.
+    """
+
+    def __init__(
+        self,
+        rules: StepRules = StepRules(),
+        *,
+        undo: Undo | None = None,
+        record: StepRecord | None = None,
+        flight_recorder: FlightRecorder | None = None,
+        ledger: Ledger | None = None,
+        sync: "GradientSync | None" = None,
+        share: Callable[[Gather | None], None] | None = None,
+    ) -> None:
+        self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
+        self._sync, self._share = sync, share
+        self.batch = BatchRecord()
+        self.weights = Weights(rules, self.batch)
+        self.record = StepRecord() if record is None else record
+        self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
+        self.is_used = self.has_clipped = False
+
+    # ------------------------------------------------------------------------------------ from batch to batch
+
+    def begin_batch(self, plan: BatchPlan) -> None:
+        """Start the batch that the training code has requested from the data.
+
+        Everything that happens before a batch happens here, in this order: the method checks that the previous step has
+        ended, lets the strategy copy rank 0's buffers and turn the all-reduce of the batch's gradients on or off, lets
+        `undo` copy what the step may change, and compares the batch's weight with the previous batch's.
+
+        Args:
+            plan: How the batch counts.
+
+        Raises:
+            ValueError: With accumulation, the previous batch has another weight and still needs its backward pass. Or
+                user code did not step the optimizer after the last batch of the previous step.
+            RuntimeError: Without accumulation, the previous batch has another weight and still needs its backward pass.
+        """
+        before, rules = self.plan, self.rules
+        if self.weights.accumulation is not None and before.sync_gradients and self.batch.had_backward:
+            raise ValueError(
+                f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
+                "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
+            )
+        if self._sync is not None:
+            self._sync.open(plan)
+        if self.undo is not None and plan.starts_step:
+            self.record.begin(self.undo.save(self.ledger.inside(UNDO)))
+        batch = BatchRecord(self.batch.number + 1, rules.has_several or rules.averages)
+        self.weights.begin_batch(plan, batch)
+        self.plan, self.batch = plan, batch
+
+    def end_data(self) -> None:
+        """Record that no more batches follow.
+
+        From now on, backward passes belong to no batch. However, if the last batch still needs its backward pass, the
+        next backward pass belongs to the last batch.
+        """
+        if not self.weights.num_waiting:
+            self.end_batch()
+
+    def end_batch(self) -> None:
+        """Let backward passes and steps from now on belong to no batch."""
+        self.plan = self.weights.plan = BETWEEN_BATCHES
+        self.weights.scale = UNSCALED
+        self.batch.waits = self.batch.is_by_samples = self.batch.uncounted = False
+        self.batch.forget_items()
+
+    def commit(self, has_step: bool = False) -> StepRecord:
+        """Let a new record begin: the step has ended, or was undone, or another state was loaded.
+
+        Args:
+            has_step: True if a step has ended. Raise if it is invalid, for example because a connection broke.
+
+        Returns:
+            The record of the step.
+        """
+        if has_step and self._sync is not None:
+            self._sync.check()
+        record, self.record = self.record, StepRecord(self.record.error)
+        return record
+
+    def note_all_reduce(self, name: str | None = None) -> None:
+        """Record that a model's last gradients are about to be averaged.
+
+        Args:
+            name: Name of the all-reduce, the same on all ranks. None if the ranks may differ in what is averaged.
+        """
+        if name is not None:
+            self.flight_recorder.note(name)
+        self.record.num_all_reduces += 1
+        if self.undo is not None:
+            self.undo.see_all_reduce(self.record)
+
+    def skip(self) -> None:
+        """Record that user code runs no backward pass for the latest batch. Has no effect if it has already run one.
+
+        Raises:
+            ValueError: With accumulation, every batch needs a backward pass.
+        """
+        if self.batch.waits and self.rules.has_several:
+            raise ValueError(
+                f"`{self.rules.option}`: a batch was skipped, but `self.backward` was not called for it. Call "
+                "`self.backward(loss)` and `self.optimizer_step()` for every batch (a `LightningModule` needs "
+                "automatic optimization). To skip a batch, pass `0 * loss`. To compute gradients yourself, omit the "
+                "option."
+            )
+        self.weights.end_waiting()
+
+    # ------------------------------------------------------------------------------------ backward passes and steps
+
+    def note_backward(self, optimizers: Sequence[Any]) -> bool:
+        """Record a backward pass of the batch. Return True if the batch already had a backward pass.
+
+        Args:
+            optimizers: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
+
+        Raises:
+            ValueError: With accumulation, `optimizer_step` was already called for this batch.
+        """
+        if self.rules.has_several and self.batch.has_asked_to_step:
+            raise ValueError(
+                "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
+                f"`{self.rules.option}` every batch belongs to one step: call each method once for a batch, or omit "
+                "the option."
+            )
+        batch, ids = self.batch, {*map(id, optimizers)}
+        self.is_used = True
+        batch.skipped -= ids
+        batch.with_gradients |= ids
+        is_further, batch.had_backward = batch.had_backward, True
+        return is_further
+
+    def adds_to(self, optimizer: Any) -> bool:
+        """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
+        added = self.weights.accumulation
+        return added is not None if self.rules.has_several else id(optimizer) in self.batch.with_gradients
+
+    def note_clipped(self) -> None:
+        """Record that gradients were clipped."""
+        self.has_clipped = True
+
+    def send_rows(self, gather: Gather | None = None) -> bool:
+        """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
+
+        Called when the last gradients of a backward pass are about to be sent.
+
+        Args:
+            gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
+
+        Returns:
+            True if this call exchanged rows.
+        """
+        if self._share is None:
+            return False
+        is_first, self.batch.has_shared_metrics = not self.batch.has_shared_metrics, True
+        is_due = is_first and self.plan.sync_gradients
+        if is_due:
+            self._share(gather)
+        return is_due
+
+    def stepped(self, optimizer: Any) -> None:
+        """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
+        self.batch.with_gradients.discard(id(optimizer))
+        self.weights.accumulation = None
 
 
 class GradientSync:
@@ -75,15 +274,11 @@ class GradientSync:
         self.left_out: list[torch.nn.Module] = []
         self.models: Sequence[torch.nn.Module] = ()
         self.defers = self._checks_losses = False
-        self.join_group(StepRecord())
+        self._set_leg(record=StepRecord())
 
-    def join_group(self, record: StepRecord | None = None) -> None:
-        """Forget the former worker group, because this process has joined another one.
-
-        Args:
-            record: What has happened since the last commit. Default: the same as in the former group.
-        """
-        self._set_leg(record=record or self.leg.record.in_next_group())
+    def join_group(self) -> None:
+        """Forget the former worker group, because this process has joined another one."""
+        self._set_leg(record=self.leg.record.in_next_group())
 
     def _set_leg(self, rules: StepRules | None = None, **options: Any) -> Leg:
         self.waits = self.averages and reachable() is not None
@@ -185,24 +380,6 @@ class GradientSync:
         # With `NCCL_BLOCKING_WAIT`, `Work.wait` would make the host wait for the GPU. A future's `wait` does not.
         return work.wait if numbers.is_cpu else work.get_future().wait
 
-    def multiply(self, gradients: torch.Tensor, may_send: bool = False) -> Items | None:
-        """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
-
-        Args:
-            gradients: Gradients of the running backward pass.
-            may_send: True if the caller can send items along with the gradients.
-
-        Returns:
-            The items to send along with the gradients; None if the other ranks need none. The caller must divide the
-            sum of the ranks' gradients by their `divisor`.
-        """
-        self.leg.see_pass()
-        _, weight, items = self.leg.scale
-        sent = None if items is None or not may_send or items.is_known else items
-        factor = weight if items is None else items.factor() if sent is None else sent.sent
-        multiply(gradients, factor)
-        return sent
-
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients whose all-reduce was deferred to a later batch, if no later batch has followed."""
 
@@ -210,16 +387,14 @@ class GradientSync:
         """Return True if no parameter has a gradient from earlier batches to which the current batch can add."""
         return all(parameter.grad is None for parameter in parameters)
 
-    def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
+    def backward_pass(self, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
         """Return a context manager for a backward pass by the library.
 
         Args:
-            scale: How the pass is weighted.
             parameters: Parameters that get gradients.
             is_second: True if the batch already had a backward pass.
         """
-        is_own = self.averages and (is_second or scale.items is not None)
-        return self.leg.weighting(scale) if is_own else _NOTHING
+        return _NOTHING
 
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` for the user's hook; not an argument of DistributedDataParallel
@@ -309,7 +484,7 @@ class DDPSync(GradientSync):
         group = mesh_group() if hook.is_small else None
         if group is not None and group.is_quick_for(gradients.nbytes):
             return self._average_at_once(group, gradients, is_last)
-        self.multiply(gradients)
+        leg.weights.multiply(gradients)
         with leg.record.noting_losses():
             future = _tracked(hook.all_reduce(bucket), leg, is_last)
             if is_last:
@@ -327,7 +502,8 @@ class DDPSync(GradientSync):
         With the first bucket, this rank also sends the batch's items, if it counts by items. With the last bucket, it
         also sends its metrics, once per optimizer step.
         """
-        leg, items, numbers = self.leg, self.multiply(gradients, may_send=True), gradients.numpy()
+        leg, numbers = self.leg, gradients.numpy()
+        items = leg.weights.multiply(gradients, may_send=True)
         own = np.array([] if items is None else [items.own], np.float64).view(np.uint8)
 
         def add_up(row: Array = _NO_ROW) -> list[Array]:
@@ -366,12 +542,11 @@ class DDPSync(GradientSync):
         if self.waits:
             self.leg.record.wait()
 
-    def backward_pass(self, scale: Scale, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
-        usual = super().backward_pass(scale, parameters, is_second)
-        return self._second_pass(usual, parameters) if is_second else usual
+    def backward_pass(self, parameters: Iterable[torch.Tensor], is_second: bool) -> Pass:
+        return self._second_pass(parameters) if is_second else _NOTHING
 
     @contextmanager
-    def _second_pass(self, usual: Pass, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    def _second_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Run a second backward pass of the same batch in the `with` block, then average the gradients over the ranks.
 
         `DistributedDataParallel` averages gradients only once after each forward pass, so it does not always average
@@ -380,8 +555,7 @@ class DDPSync(GradientSync):
         gradient accumulation, gradients are averaged only in the last batch of a step.
         """
         self._averaged.clear()
-        with usual:
-            yield
+        yield
         if self.leg.plan.sync_gradients:
             models = [{*map(id, each.parameters())} for each in wrappers(self.models)]
             done = set().union(*(ids for ids in models if ids & self._averaged))

@@ -82,14 +82,6 @@ def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     return (each.detach() for each in tensors if each.numel() and not each.is_meta and not is_lazy(each))
 
 
-def multiply(gradients: torch.Tensor, factor: Any) -> None:
-    """Multiply gradients by a factor, in place. With the factor 0, also set NaNs to 0."""
-    if isinstance(factor, torch.Tensor) or factor not in (0.0, 1.0):
-        gradients.mul_(factor)
-    elif not factor:
-        gradients.zero_()  # the gradients of a batch that does not count may be NaN, which times 0 is NaN
-
-
 def all_sum(tensor: torch.Tensor) -> None:
     """Sum a tensor over all ranks, in place. All ranks must call this function together."""
     group = quick_group(tensor)

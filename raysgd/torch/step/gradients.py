@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,29 +13,15 @@ import torch
 
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.leg import Items, Scale
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
+from raysgd.torch.parallel.weights import Run
 from raysgd.trainer.worker.operator import required
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 logger = logging.getLogger(__name__)
-Run = Callable[[torch.Tensor], None]  # runs the backward pass of a loss
 
 _NOTHING = nullcontext()
-
-
-def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """Return a context manager that sets gradients to 0. Used for a batch with weight 0, because its loss may be NaN.
-
-    Hooks on the parameters replace the gradients. A hook may get None instead of a gradient: with
-    `find_unused_parameters=True`, `DistributedDataParallel` passes None for outputs that no loss uses.
-    """
-    handles = ExitStack()
-    for tensor in parameters:
-        if tensor.requires_grad:
-            handles.enter_context(tensor.register_hook(lambda each: None if each is None else torch.zeros_like(each)))
-    return handles
 
 
 class Gradients:
@@ -264,7 +250,7 @@ class Gradients:
             )
         self._about_to_step.add(id(optimizer))
         if not self._is_stepping:
-            leg.check_labels()
+            leg.weights.check_labels()
             if self._sync.waits:
                 leg.record.wait()
         self._precision.check_use()
@@ -308,7 +294,7 @@ class Gradients:
             run: Function that runs the backward pass of the weighted loss. Default: the precision's.
             clears: False if user code itself clears gradients, and may run several backward passes for a batch.
         """
-        sync, leg, is_given = self._sync, self._sync.leg, weight is not None
+        sync, leg = self._sync, self._sync.leg
         chosen = self.chosen("backward", optimizer) if clears else [] if optimizer is None else [optimizer]
         cleared = chosen
         if clears and optimizer is None and len(self._optimizers) > 1:
@@ -318,60 +304,27 @@ class Gradients:
         scale_again = self._precision.scale_again
         unscaled = [each for each in cleared if scale_again(each)] if self._precision.is_mixed else []
         # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
-        is_weighted = is_given or leg.rules.weighs
-        own = leg.items_of(loss, weight) if is_weighted else None
+        is_weighted = weight is not None or leg.rules.weighs
         if clears:
             self._clear(chosen, cleared)
-        had_one = leg.note_backward(cleared, by_samples=own is None)
+        had_one = leg.note_backward(cleared)
         if is_weighted or sync.has_others:
             leg.ledger.end_own_work()
         run = run or partial(self._precision.backward, optimizer=cleared[0])
         if is_weighted:
+            parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
             is_second = had_one and clears and leg.rules.averages and not leg.rules.num_shards
-            self._run_weighted(loss, run, cleared, own, is_given, is_second)
+            trained = self._operator._raysgd.trained_parameters()
+            if leg.weights.run(sync, loss, weight, run, parameters, trained, is_second):
+                self._leave_out(cleared)
         else:
             run(loss)
-        if clears and leg.accumulation is not None:
-            leg.accumulation.see(self._versions(cleared[0]))
+        if clears and leg.rules.has_several:
+            leg.weights.note_gradients(self._precision.parameters(cleared[0]))
         if sync.waits and leg.plan.sync_gradients:
             leg.record.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
             self._precision.unscale(each)
-
-    def _run_weighted(
-        self, loss: torch.Tensor, run: Run, cleared: list[Any], own: Any, is_given: bool, is_second: bool
-    ) -> None:
-        """Run a backward pass whose weight matters, as the table in `raysgd.torch.parallel.leg` says.
-
-        Args:
-            loss: Loss of the batch.
-            run: Function that runs the backward pass of the weighted loss.
-            cleared: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds. The loss
-                trains the first one.
-            own: Items of the batch; None to weight it by its number of samples.
-            is_given: True if the items come from user code.
-            is_second: True if `DistributedDataParallel` may not average the gradients, because it already has averaged
-                those of this batch.
-        """
-        sync, leg, items = self._sync, self._sync.leg, None
-        if leg.rules.has_several:
-            scale = Scale(leg.add_up(own, sync.num_ranks, is_of_criterion=not is_given))
-        elif own is None:
-            scale = Scale(leg.plan.weight) if is_second else leg.scale
-        else:
-            items = Items(own, leg.usual_items(sync.num_ranks), sync.num_ranks, sync.start_total(own))
-            scale = Scale(items.factor()) if is_second else Scale(items=items)
-        parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
-        is_silent = isinstance(own, float) and not own
-        silence = _silenced(self._operator._raysgd.trained_parameters()) if is_silent else _NOTHING
-        with silence, sync.backward_pass(scale, parameters, is_second):
-            run(loss if scale.loss is None else loss * scale.loss)
-        if items is not None:
-            total = items.total if is_given or items.is_known else None
-            if is_given and total == 0.0:  # user code passed weight 0 on all ranks
-                self._leave_out(cleared)
-            elif not isinstance(total, torch.Tensor) and total:
-                leg.learn_items(total / sync.num_ranks, items.typical)
 
     def _clear(self, chosen: Sequence[Any], cleared: Sequence[Any]) -> None:
         """Clear the gradients of optimizers, except gradients to which this batch adds.
@@ -414,64 +367,21 @@ class Gradients:
                 "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "
                 "multiply its loss by 0."
             )
-        self._check_unchanged(optimizer)
-
-    def _check_unchanged(self, optimizer: Any) -> None:
-        """Check that user code has not changed accumulated gradients since the latest backward pass.
-
-        Raises:
-            ValueError: It has changed them, for example to clip them.
-        """
-        added = self._sync.leg.accumulation
-        if added is not None and added.seen not in (None, self._versions(optimizer)):
-            raise ValueError(
-                f"`{self._sync.leg.rules.option}`: gradients were changed after `self.backward`, where they are "
-                "not the means over the samples of the step yet. Change them in your own `optimizer_step`, before "
-                "`super().optimizer_step()`, or pass `clip_grad_norm` or `clip_grad_value` to the trainer."
-            )
-
-    def _versions(self, optimizer: Any) -> list[tuple[int, int]]:
-        gradients = [each.grad for each in self._precision.parameters(optimizer) if each.grad is not None]
-        return [(id(each), getattr(each, "_version", 0)) for each in gradients]
+        leg.weights.check_unchanged(self._precision.parameters(optimizer))
 
     # ------------------------------------------------------------------------------------ steps
 
     def _complete(self, optimizer: Any) -> None:
-        """Average the accumulated gradients over all batches of a step.
-
-        If the total weight of the batches is 0, clear the gradients, so that the optimizer does not step. However, if
-        the weight is 0 because the loss ignores all labels, keep gradients of 0, as in a single process.
-
-        A second call for the same step does nothing.
-        """
-        leg, num_ranks = self._sync.leg, self._sync.num_ranks
-        added = leg.accumulation
-        if added is None or added.is_complete:
-            return
-        self._check_unchanged(optimizer)
-        parameters = self._precision.parameters(optimizer)
-        added.complete()
-        if not added.is_averaged:
-            self._sync.average(parameters)
-        total = added.num_samples
-        if added.is_weighted:
-            total = float(self._sync.start_total(added.own)())
-            leg.learn_items(total / num_ranks / added.num_batches, added.typical / leg.rules.num_batches)
-        correction = added.correction(total, num_ranks)
-        if correction == 0.0:
-            if not added.is_of_criterion:
-                self._leave_out([optimizer])
-        elif correction != 1.0:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(correction)
+        """Average the accumulated gradients over all batches of a step. If no batch counts, do not step."""
+        if not self._sync.leg.weights.complete(self._sync, self._precision.parameters(optimizer)):
+            self._leave_out([optimizer])
 
     def skip(self, optimizer: Any) -> None:
         """Leave a batch out of its step, as user code on a single worker wants."""
         leg = self._sync.leg
-        leg.end_waiting()
+        leg.weights.end_waiting()
         if leg.rules.has_several:
-            leg.add_up(None, 1, is_skipped=True)
+            leg.weights.add_up(None, 1, is_skipped=True)
         elif optimizer is not None:
             self._leave_out([optimizer])
 

@@ -1,10 +1,14 @@
-"""Where a replica is among the batches of one optimizer step, and how they weight its gradients."""
+"""Where a replica is among the batches of one optimizer step, and how they weight its gradients.
+
+Covers `raysgd.torch.parallel.sync`.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from raysgd.torch.parallel.leg import Leg, Scale
+from raysgd.torch.parallel.sync import Leg
+from raysgd.torch.parallel.weights import Scale
 from raysgd.trainer.worker.step_loop import StepRules
 from tests.torch.planning import begin_next
 
@@ -17,7 +21,8 @@ def joint(window: int) -> Leg:
 
 def backward(leg: Leg) -> float:
     leg.note_backward([OPTIMIZER])
-    return leg.add_up(None, 1)
+    leg.weights.use()
+    return leg.weights.add_up(None, 1)
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
@@ -48,7 +53,7 @@ def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weigh
     leg = joint(1)
     hand_out(leg, 1.5)
     leg.end_data()
-    assert leg.scale == Scale(gradients=1.5)
+    assert leg.weights.scale == Scale(gradients=1.5)
 
 
 def test_a_replica_by_itself_may_draw_as_it_likes() -> None:
@@ -60,7 +65,7 @@ def test_a_replica_by_itself_may_draw_as_it_likes() -> None:
 def test_where_user_code_weights_batches_only_padding_counts_otherwise() -> None:
     leg = joint(1)
     hand_out(leg)
-    leg.use(by_samples=False)
+    leg.weights.use(by_samples=False)
     hand_out(leg)
     hand_out(leg, 1.5)
     with pytest.raises(RuntimeError, match="waits"):
@@ -72,7 +77,7 @@ def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_wi
     for index in range(4):
         begin_next(leg, 4, 8, is_last=index == 3, number=1 + index % 2)
         found.append([leg.send_rows() for _ in range(3)])
-        leg.use()
+        leg.weights.use()
     assert found == [[False] * 3, [True, False, False]] * 2
     leg = Leg(StepRules(averages=True), share=lambda gather: None)
     begin_next(leg, 4, 8)

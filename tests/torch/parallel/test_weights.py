@@ -1,7 +1,4 @@
-"""What a batch counts in its optimizer step.
-
-Covers `raysgd.torch.parallel.leg`.
-"""
+"""What a batch counts in its optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ import torch
 
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.torch.objects.criteria import LossCall
-from raysgd.torch.parallel.leg import Accumulation, Leg
+from raysgd.torch.parallel.sync import Leg
+from raysgd.torch.parallel.weights import Accumulation, Weights
 from raysgd.trainer.worker.step_loop import StepRules
 
 LOSS = torch.ones((), requires_grad=True)
@@ -20,10 +18,10 @@ PLAN = BatchPlan(4)
 OTHER = torch.zeros((), requires_grad=True)
 
 
-def items(rules: StepRules = StepRules(averages=True), plan: BatchPlan = PLAN) -> Leg:
+def items(rules: StepRules = StepRules(averages=True), plan: BatchPlan = PLAN) -> Weights:
     leg = Leg(rules)
     leg.begin_batch(plan)
-    return leg
+    return leg.weights
 
 
 def labels(amount: Any, num_labels: int | None = 4) -> LossCall:

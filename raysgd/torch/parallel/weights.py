@@ -1,0 +1,556 @@
+"""The weight of a backward pass: all that decides by how much a loss or a gradient is multiplied.
+
+A step's gradient is the mean over all its samples or other items. What a batch counts is the first of these that exists
+(`Weights.items_of`):
+
+1. the weight that user code passed to its backward pass, or returned from `forward`
+2. the number of labels over which a PyTorch loss averages, or the sum of their weights
+3. its number of samples
+
+The first two are called items. Padding counts 0. A step's gradient is the mean over all batches and ranks:
+
+    gradient = sum of (items * gradient) over all batches and ranks / sum of the items
+
+An all-reduce takes the plain mean over the ranks. So the library weights losses and gradients as follows:
+
+    a step has                  counts by  the loss is times            gradients are times, before they are sent
+    one batch on a rank         samples    1                            num_samples * num_ranks / total
+    one batch on a rank         items      1                            items / typical, or items * num_ranks / total
+    a second backward pass      either     the number in column 4       1
+    several batches on a rank   either     items / typical              1; before the step: typical * num_ranks / total
+    logical shards              samples    num_samples / total          nothing is sent; rows are added in order
+
+The second row depends on the way of the gradients. Over the mesh, the items travel with the gradients, and afterwards
+the sum of gradients is divided by `total / typical`. Elsewhere, the hook waits for the total. Weighting gradients by
+samples works even if user code runs the backward pass. In a step of several batches, a hook would see only the sum of
+their gradients, so the library weights their losses, and user code must call `self.backward`.
+
+`Weights.run` runs a backward pass by the library. In each backward pass, `Weights.multiply` gets the gradients before
+they are sent. `Weights.complete` makes a sum over several batches the mean.
+
+ADR 3 explains why a gradient is weighted by its samples, its labels, or a weight that user code passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
+from raysgd.core.numbers.metric_meters import as_weight
+from raysgd.torch.objects.criteria import NO_CALL, LossCall
+from raysgd.torch.parallel.record import BatchRecord
+from raysgd.trainer.worker.step_loop import StepRules
+
+Run = Callable[[torch.Tensor], None]
+"""Runs the backward pass of a loss."""
+
+
+class Scale(NamedTuple):
+    """How one backward pass is weighted: see the table above.
+
+    Attributes:
+        loss: Factor of the loss; None for 1.
+        gradients: Factor of this rank's gradients before they are sent to the other ranks.
+        items: Items of all ranks, from which the factor of the gradients follows; None if it is known.
+    """
+
+    loss: Any = None
+    gradients: float = 1.0
+    items: Items | None = None
+
+
+UNSCALED = Scale()
+
+
+@dataclass
+class Accumulation:
+    """The losses whose gradients are added up for an optimizer step.
+
+    Attributes:
+        is_weighted: True if the batches count by items, False if they count by samples.
+        typical: Typical sum of what one rank's batches count in a step, the same on all ranks. What each batch counts
+            is divided by this number before it multiplies a loss. The sum of a step's losses thus has roughly the scale
+            of a single batch's loss.
+        own: Sum of what this rank's batches count.
+        num_batches: Number of batches so far.
+        last: Sequence number and weight of the latest batch.
+        is_averaged: True if the latest batch ends the step. Its backward pass then averages the gradients over the
+            ranks. False if their all-reduce may still be deferred.
+        is_of_criterion: True if the items come from the criterion, False if they come from user code.
+        is_complete: True if the summed gradients were made the step's mean.
+        seen: Identities and versions of the gradients after the latest backward pass; None if they are not compared.
+    """
+
+    is_weighted: bool
+    typical: float
+    own: float = 0.0
+    num_batches: int = 0
+    last: tuple[int, float | None] | None = None
+    is_averaged: bool = True
+    is_of_criterion: bool = False
+    is_complete: bool = False
+    seen: list[tuple[int, int]] | None = None
+    _done: float = 0.0
+    _kept: float = 0.0  # samples of the latest global batch, as the next attribute
+    _skipped: float = 0.0
+    _has_kept: bool = False
+
+    def add_samples(self, number: float, is_skipped: bool, ends_global_batch: bool) -> None:
+        """Count the samples of a batch of all ranks.
+
+        Samples that user code skips do not count. But a global batch of which it skips all samples counts as a gradient
+        of 0, as with Lightning.
+        """
+        self._has_kept |= not is_skipped
+        if is_skipped:
+            self._skipped += number
+        else:
+            self._kept += number
+        if ends_global_batch:
+            self._done += self._kept or self._skipped
+            self._kept = self._skipped = 0.0
+
+    @property
+    def num_samples(self) -> float:
+        """Number of samples of all ranks' batches; 0 if user code skips all of them, or if items count."""
+        return self._done + (self._kept or self._skipped) if self._has_kept else 0.0
+
+
+class Items:
+    """Over how many items the loss of a batch is the mean, and the sum of the items of all ranks.
+
+    Args:
+        own: Items of this rank's batch, such as its number of labels; 0 for padding.
+        typical: Typical number of items, the same on all ranks, by which items are divided. If all ranks have this
+            number, all gradients are multiplied by exactly 1, so there is no rounding error.
+        num_ranks: Number of ranks.
+        wait: Function that waits for the sum of all ranks' items and returns the sum. Called if the items were not sent
+            together with the gradients.
+
+    Attributes:
+        own: Items of this rank's batch.
+        typical: See the argument.
+        sent: Factor of gradients that are sent together with `own`.
+        known: Items of all ranks; None if they are not known yet.
+    """
+
+    def __init__(self, own: Any, typical: float, num_ranks: int, wait: Callable[[], Any]) -> None:
+        self.own, self.sent = own, own / typical
+        self.typical, self._num_ranks, self._wait = typical, num_ranks, wait
+        self.known: Any = None
+
+    @property
+    def total(self) -> Any:
+        """Items of all ranks. Unless they are known, all ranks must read this together: it is a collective."""
+        if self.known is None:
+            self.known = self._wait()
+        return self.known
+
+    def learn(self, of_ranks: Sequence[float]) -> None:
+        """Add up the items that the ranks sent along with their gradients."""
+        self.known = sum(of_ranks)
+
+    @property
+    def divisor(self) -> Any:
+        """Divisor of the sum of the ranks' gradients, each multiplied by its `sent`. 1 if no rank has items."""
+        return self.total / self.typical or 1.0
+
+    def factor(self) -> Any:
+        """Return the factor by which to multiply this rank's gradients before they are averaged over the ranks.
+
+        The factor is 0 if no rank has items.
+        """
+        share = self.own * self._num_ranks
+        if isinstance(self.total, torch.Tensor):
+            return torch.nan_to_num(share / self.total)
+        return share / self.total if self.total else 0.0
+
+
+class Weights:
+    """Weights the losses and gradients of a leg, so that a step's gradient is the mean over its samples or other items.
+
+    A backward pass belongs to the batch that the training code requested last. Therefore, it is an error to request a
+    batch with a different weight while the previous batch still needs its backward pass.
+
+    Args:
+        rules: What holds for all steps of the leg.
+        batch: Record of what happens before the first batch.
+
+    Attributes:
+        scale: How the running backward pass is weighted, or one that user code runs by itself.
+        items_per_sample: About how many items a sample had in the latest step in which batches were not weighted by
+            their samples. A power of two, so that a gradient has the same bits whatever the steps before it were. The
+            same on all ranks.
+        accumulation: The losses that are added up for the current step. None before the first one, and if a step has
+            one batch.
+        num_waiting: Number of batches that still need a backward pass.
+    """
+
+    def __init__(self, rules: StepRules, batch: BatchRecord) -> None:
+        self.rules, self.plan, self.batch = rules, BETWEEN_BATCHES, batch
+        self.scale, self.items_per_sample = UNSCALED, 1.0
+        self.accumulation: Accumulation | None = None
+        self._is_weighing = False  # True in a backward pass by the library
+        self.num_waiting, self._is_by_samples = 0, True
+        self._labels = NO_CALL  # the latest call to a criterion that averages over labels
+        # True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A tensor
+        # if the value is on a GPU.
+        self._uncounted: Any = False
+        self._of_calls: list[Any] = []  # the numbers of labels in the loss of the latest such batch
+
+    # ------------------------------------------------------------------------------------ from batch to batch
+
+    def begin_batch(self, plan: BatchPlan, batch: BatchRecord) -> None:
+        """Let backward passes from now on count as this batch does.
+
+        Raises:
+            ValueError: With accumulation, the previous batch has another weight and still needs its backward pass.
+            RuntimeError: The same without accumulation.
+        """
+        rules = self.rules
+        if self.num_waiting and not self._weighs_like(plan):
+            raise self._drawn_too_early(plan)
+        self.num_waiting += batch.waits
+        self.plan, self.batch = plan, batch
+        if rules.num_shards:
+            self.scale = Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
+        else:
+            self.scale = UNSCALED if rules.has_several or plan.weight == 1.0 else Scale(gradients=plan.weight)
+
+    def _weighs_like(self, plan: BatchPlan) -> bool:
+        """Return True if a batch has the same weight in its step as the previous batch.
+
+        In addition, both batches or neither must be padding, and both or neither must end the step.
+        """
+        last, of_step = self.plan, self.rules.samples_in_step
+        if (plan.sync_gradients, plan.is_padding) != (last.sync_gradients, last.is_padding):
+            return False
+        return not self._is_by_samples or (plan.weight, of_step(plan)) == (last.weight, of_step(last))
+
+    def _drawn_too_early(self, plan: BatchPlan) -> Exception:
+        if self.rules.has_several:
+            return ValueError(
+                f"`{self.rules.option}`: `self.backward` was not called for the batch that was drawn before this "
+                "one. Call `self.backward(loss)` and `self.optimizer_step()` for each batch, with `0 * loss` to skip "
+                "one; to accumulate yourself, omit the option."
+            )
+        return RuntimeError(
+            f"A batch with weight {plan.weight:g} was drawn while a batch with weight "
+            f"{self.plan.weight:g} waits for "
+            "its backward pass, so the next loss would get the wrong weight. Draw one batch, train on it, then draw "
+            "the next. To skip a batch, call `self.skip_batch()`. To draw ahead, pass `drop_last=True` to the loader."
+        )
+
+    def use(self, by_samples: bool = True) -> None:
+        """Record that a backward pass of the batch is about to run.
+
+        Args:
+            by_samples: True if the gradients are weighted by the batch's number of samples.
+        """
+        self._is_by_samples = by_samples
+        self.batch.is_by_samples |= by_samples
+        self.end_waiting()
+
+    def end_waiting(self) -> None:
+        """Record that the latest batch no longer needs a backward pass, because it had one or user code skips it."""
+        self.num_waiting -= self.batch.waits
+        self.batch.waits = False
+
+    # ------------------------------------------------------------------------------------ what a batch counts
+
+    def note_labels(self, call: LossCall) -> None:
+        """Record a call to a loss that averages over labels, so that the batch can be weighted by its labels."""
+        if call.amount is None or not torch.is_grad_enabled():
+            return
+        batch, plan = self.batch, self.plan
+        if not plan.is_padding:
+            batch.items.append(call.amount)
+        if self.rules.weighs:
+            self._labels = call._replace(output=None, target=None)  # do not keep the batch's large tensors in memory
+            batch.uncounted = batch.uncounted | (not plan.is_padding and call.is_uneven)
+
+    def items_of(self, loss: torch.Tensor, given: Any) -> Any:
+        """Return over how many items a loss is the mean, or None to weight it by the batch's number of samples.
+
+        Args:
+            loss: Loss of the batch. If it is the result of the latest recorded criterion call, labels are the weight.
+            given: Weight from user code, or None.
+
+        Raises:
+            ValueError: The weight is invalid, does not work with `deterministic=True`, or is unknown because the loss
+                ignores labels or weights them unequally.
+        """
+        labels = self._labels
+        if given is None and labels.result is not loss:
+            self.check_labels()
+            return None
+        weight = labels.amount if given is None else as_weight("weight", given)
+        if not self.rules.num_shards:
+            self.batch.uncounted = False
+            return 0.0 if self.plan.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
+        if given is None and labels.is_uneven is not True:  # labels on a GPU are checked when the call ends
+            self.check_labels()
+            return None
+        by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
+        what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
+        raise ValueError(
+            f"{what} does not work with `deterministic=True`, where batches count by their samples: omit "
+            "`deterministic=True`, or use a loss that is the mean over the samples."
+        )
+
+    def expect_weight(self) -> None:
+        """Raise in the backward pass unless user code passes a weight, or the loss is the criterion's result."""
+        self.batch.uncounted = True
+
+    def check_labels(self) -> None:
+        """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
+
+        Labels on a GPU are checked when the call ends, because checking them here would wait for the GPU.
+        """
+        batch = self.batch
+        if batch.uncounted is not False and self.rules.weighs:
+            self._uncounted, batch.uncounted = self._uncounted | batch.uncounted, False
+            self._of_calls = batch.items
+            if not isinstance(self._uncounted, torch.Tensor):
+                self.check_counted()
+
+    def check_counted(self) -> None:
+        """Check that no batch was weighted by its samples although its loss ignores labels or weights them unequally.
+
+        Raises:
+            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
+        """
+        uncounted, self._uncounted = self._uncounted, False
+        if uncounted:
+            raise ValueError(
+                "some labels are ignored by the loss, or count more than others, and batches counted by their samples, "
+                f"so gradients are not those of one process. {self._remedy()}"
+            )
+
+    def _remedy(self) -> str:
+        """Return what to write if a loss ignores labels or weights them, and it is unknown how much a batch counts."""
+        latest = self._labels
+        if len({*map(float, self._of_calls)}) > 1:
+            return (
+                "The loss has several means over different labels, so no single weight is right. Make it one mean: add "
+                "up losses with `reduction='sum'`, divide them by one number, and return that number from `forward` "
+                "after the loss, or pass it, as in `self.backward(loss, weight=number)`."
+            )
+        if latest.result is None:
+            return (
+                "The loss has its own `forward` or is decorated, so say what it is the mean over: return that number "
+                "from `forward` after the loss, or pass it, as in `self.backward(loss, weight=number)`."
+            )
+        is_counted = f"target != {latest.ignored}"
+        number, hint = f"({is_counted}).sum()", ""
+        if latest.num_labels is None:
+            number, hint = f"class_weights[target[{is_counted}]].sum()", ", with the class weights of the loss"
+        return (
+            f"Say how much a batch counts{hint}: pass it, as in `self.backward(loss, weight={number})`, or return it "
+            "from `forward` after the loss."
+        )
+
+    # ------------------------------------------------------------------------------------ backward passes
+
+    def run(
+        self,
+        sync: Any,
+        loss: torch.Tensor,
+        weight: Any,
+        run: Run,
+        parameters: Iterable[torch.Tensor],
+        trained: Iterable[torch.Tensor],
+        is_second: bool,
+    ) -> bool:
+        """Run a backward pass whose weight matters, as the table above says.
+
+        Args:
+            sync: The `GradientSync`, which averages the gradients.
+            loss: Loss of the batch.
+            weight: The batch's weight from user code; None if user code passed no weight.
+            run: Function that runs the backward pass of the weighted loss.
+            parameters: Parameters whose gradients were cleared for this backward pass, or to which the pass adds.
+            trained: All parameters of the operator, whose gradients are 0 if the batch counts 0.
+            is_second: True if `DistributedDataParallel` may not average the gradients, because it already has averaged
+                those of this batch.
+
+        Returns:
+            True if nothing counts, because user code passed the weight 0 on all ranks.
+        """
+        own, items, is_given = self.items_of(loss, weight), None, weight is not None
+        if self.rules.weighs:
+            self.use(by_samples=own is None)
+        if self.rules.has_several:
+            scale = Scale(self.add_up(own, sync.num_ranks, is_of_criterion=not is_given))
+        elif own is None:
+            scale = Scale(self.plan.weight) if is_second else self.scale
+        else:
+            items = Items(own, self.usual_items(sync.num_ranks), sync.num_ranks, sync.start_total(own))
+            scale = Scale(items.factor()) if is_second else Scale(items=items)
+        silence = _silenced(trained) if isinstance(own, float) and not own else nullcontext()
+        usual, self.scale, self._is_weighing = self.scale, scale, True
+        try:
+            with silence, sync.backward_pass(parameters, is_second):
+                run(loss if scale.loss is None else loss * scale.loss)
+        finally:
+            self.scale, self._is_weighing = usual, False
+        total = items.total if items is not None and (is_given or items.known is not None) else None
+        if items is not None and not isinstance(total, torch.Tensor) and total:
+            self._learn_items(total / sync.num_ranks, items.typical)
+        return is_given and items is not None and bool(total == 0.0)
+
+    def multiply(self, gradients: torch.Tensor, may_send: bool = False) -> Items | None:
+        """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
+
+        If user code runs the backward pass, the batch has it now.
+
+        Args:
+            gradients: Gradients of the running backward pass.
+            may_send: True if the caller can send items along with the gradients.
+
+        Returns:
+            The items to send along with the gradients; None if the other ranks need none. The caller must divide the
+            sum of the ranks' gradients by their `divisor`.
+        """
+        if not (self.rules.has_several or self._is_weighing):
+            self.use()
+        _, factor, items = self.scale
+        sent = None if items is None or not may_send or items.known is not None else items
+        if items is not None:
+            factor = items.factor() if sent is None else sent.sent
+        multiply(gradients, factor)
+        return sent
+
+    def add_up(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False, is_skipped: bool = False) -> float:
+        """Add the batch to those whose gradients are added up for a step. Return the factor of its loss.
+
+        Args:
+            weight: Weight of the batch; None to weight it by its number of samples.
+            num_ranks: Number of ranks over which gradients are averaged.
+            is_of_criterion: True if `weight` comes from the criterion, False if it comes from user code.
+            is_skipped: True if user code leaves the batch out, on a single worker.
+
+        Raises:
+            ValueError: Some batches of the step are weighted by samples and others are not, or user code passed two
+                different weights for a batch.
+        """
+        batch, plan, weight = self.batch, self.plan, None if weight is None else float(weight)
+        total, own = self.rules.samples_in_step(plan) if weight is None else None, weight
+        if own is None:
+            total = num_ranks if total is None else total  # it is None before the first and after the last batch
+            own = total / num_ranks * (plan.weight if self.rules.averages else 1.0)
+        if self.accumulation is None:
+            usual = self.usual_items(num_ranks) if total is None else total / num_ranks
+            self.accumulation = Accumulation(weight is not None, self.rules.num_batches * usual or 1.0)
+        added = self.accumulation
+        added.is_averaged, added.is_of_criterion = plan.sync_gradients, is_of_criterion
+        if added.is_weighted != (weight is not None):
+            raise ValueError(
+                f"`self.backward` was called with `weight=` for some of the {self.rules.num_batches} batches of an "
+                "optimizer step and without it for others: pass it for all of them, or for none."
+            )
+        if added.last is None or added.last[0] != batch.number or not batch.number:
+            added.last = batch.number, weight
+            added.num_batches += 1
+            added.own += own
+            added.add_samples(total or 0.0, is_skipped, plan.ends_global_batch)
+        elif added.last[1] != weight:
+            raise ValueError(
+                f"`self.backward(loss, weight={weight!r})`: another loss of this batch for the same optimizer had "
+                f"`weight={added.last[1]!r}`. Pass one weight for a batch, or add the losses up and call `backward` "
+                "once."
+            )
+        return own / added.typical
+
+    def usual_items(self, num_ranks: int) -> float:
+        """Return how many items a rank's batch is expected to have. The same on all ranks."""
+        return (self.plan.total_samples or num_ranks) / num_ranks * self.items_per_sample
+
+    def _learn_items(self, number: float, expected: float) -> None:
+        """Remember how many items a rank's batch had in the latest step, unless no item counted.
+
+        Args:
+            number: Mean number over the ranks.
+            expected: What `usual_items` returned.
+        """
+        if number:
+            self.items_per_sample *= 2.0 ** round(math.log2(number / expected))
+
+    # ------------------------------------------------------------------------------------ steps of several batches
+
+    def complete(self, sync: Any, parameters: Sequence[torch.Tensor]) -> bool:
+        """Make the gradients, which are sums over the batches of a step, the mean over its samples or other items.
+
+        A second call for the same step does nothing.
+
+        Returns:
+            False if the optimizer must not step, because the total weight is 0. However, if it is 0 because the loss
+            ignores all labels, the gradients are 0, as in a single process.
+        """
+        added = self.accumulation
+        if added is None or added.is_complete:
+            return True
+        self.check_unchanged(parameters)
+        added.is_complete = True
+        if not added.is_averaged:
+            sync.average(parameters)
+        total, num_ranks = added.num_samples, sync.num_ranks
+        if added.is_weighted:
+            total = float(sync.start_total(added.own)())
+            self._learn_items(total / num_ranks / added.num_batches, added.typical / self.rules.num_batches)
+        if not total:
+            return added.is_of_criterion
+        if (correction := added.typical * num_ranks / total) != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(correction)
+        return True
+
+    def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remember accumulated gradients after a backward pass, to find out whether user code changes them."""
+        if self.accumulation is not None:
+            self.accumulation.seen = _versions(parameters)
+
+    def check_unchanged(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Check that user code has not changed accumulated gradients since the latest backward pass.
+
+        Raises:
+            ValueError: It has changed them, for example to clip them.
+        """
+        if self.accumulation is not None and self.accumulation.seen not in (None, _versions(parameters)):
+            raise ValueError(
+                f"`{self.rules.option}`: gradients were changed after `self.backward`, where they are "
+                "not the means over the samples of the step yet. Change them in your own `optimizer_step`, before "
+                "`super().optimizer_step()`, or pass `clip_grad_norm` or `clip_grad_value` to the trainer."
+            )
+
+
+def multiply(gradients: torch.Tensor, factor: Any) -> None:
+    """Multiply gradients by a factor, in place. With the factor 0, also set NaNs to 0."""
+    if isinstance(factor, torch.Tensor) or factor not in (0.0, 1.0):
+        gradients.mul_(factor)
+    elif not factor:
+        gradients.zero_()  # the gradients of a batch that does not count may be NaN, which times 0 is NaN
+
+
+def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
+    """Return a context manager that sets gradients to 0. Used for a batch with weight 0, because its loss may be NaN.
+
+    Hooks on the parameters replace the gradients. A hook may get None instead of a gradient: with
+    `find_unused_parameters=True`, `DistributedDataParallel` passes None for outputs that no loss uses.
+    """
+    handles = ExitStack()
+    for tensor in parameters:
+        if tensor.requires_grad:
+            handles.enter_context(tensor.register_hook(lambda each: None if each is None else torch.zeros_like(each)))
+    return handles
+
+
+def _versions(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(id(each.grad), getattr(each.grad, "_version", 0)) for each in parameters if each.grad is not None]
