@@ -126,7 +126,7 @@ def _steps(samples: range, num_workers: int) -> list[list[list[int]]]:
     for rank in range(num_workers):
         loader = DataLoader(samples, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
         sharded = shard_loader(loader, rank=rank, world_size=num_workers, training=True)
-        sharded.sampler.begin_pass(0, seed=0)  # type: ignore[union-attr]
+        sharded.sampler.plan_pass(0, seed=0)  # type: ignore[union-attr]
         of_workers.append([batch.tolist() for batch in sharded.loader])  # type: ignore[union-attr]
     steps = [list(step) for step in zip(*of_workers, strict=True)]
     return [[batch for batch, seen in zip(step, _seen_before(step), strict=True) if not seen] for step in steps]

@@ -40,12 +40,12 @@ def measure(way: str, samples: int, batch_sizes: list[int]) -> dict[str, float]:
     ShuffledOrder(1000, DRAWN_BELOW[way]).indices(1, 0)[:10]  # work that a process does once
     before, began = peak_mib(), time.perf_counter()
     sampler = ElasticBatchSampler(order, batch_sizes[0], False, True, rank=0, world_size=1)
-    sampler.begin_pass(1, seed=7, consumed=samples // 2)
+    sampler.plan_pass(1, seed=7, consumed=samples // 2)
     next(iter(sampler))
     found = {"open_s": time.perf_counter() - began, "memory_mib": peak_mib() - before}
     for size in batch_sizes:
         sampler.reshape(rank=0, world_size=1, batch_size=size)
-        sampler.begin_pass(1, seed=7, consumed=samples // 2)
+        sampler.plan_pass(1, seed=7, consumed=samples // 2)
         began = time.perf_counter()
         count = sum(1 for _ in itertools.islice(sampler, NUM_BATCHES))
         found[f"batch_of_{size}_us"] = (time.perf_counter() - began) / count * 1e6

@@ -75,7 +75,7 @@ class FitStream:
             runs several steps.
     """
 
-    pass_index = num_open = 0
+    pass_index = num_batches_open = 0
     source: Any = None
 
     def __init__(self, passes: Passes, exchanges: ExchangeRecord) -> None:
@@ -92,11 +92,11 @@ class FitStream:
         self._num_passes_elsewhere: int | None = None
 
     @property
-    def num_steps_completed(self) -> int:
+    def num_batches_completed(self) -> int:
         """Number of steps of Keras's `fit` that this process has completed."""
         return self._num_steps_before + self._num_steps_here
 
-    num_steps_taken = num_steps_completed
+    num_batches_taken = num_batches_completed
 
     @property
     def is_mid_pass(self) -> bool:
@@ -170,7 +170,7 @@ class FitStream:
         self._num_passes_elsewhere = state["num_passes"]
 
     def _close(self) -> None:
-        self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
+        self._num_steps_before, self._num_exchanges_before = self.num_batches_completed, None
 
     def calling(self, at_boundary: Callable[[], None]) -> AbstractContextManager[None]:
         """Inside the block, call a function before each step."""

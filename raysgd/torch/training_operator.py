@@ -133,8 +133,9 @@ class TrainingOperator(RegisteringOperator):
             internals.begin_metrics()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
             internals.end_batch(metrics, batch)
-            if by_batch and leg.plan.sync_gradients:
-                schedulers.step_after_batch(by_batch, internals.precision, leg.batch)
+            if by_batch and leg.plan.sync_gradients and not (internals.precision.has_skipped() or leg.batch.skipped):
+                for scheduler in by_batch:
+                    scheduler.step()
         meters.count_pending()
         summary = meters.summary()
         if by_epoch:

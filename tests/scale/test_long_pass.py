@@ -37,7 +37,7 @@ def loader_of(rank: int, world_size: int) -> ShardedLoader:
 def read(ranks: list[ShardedLoader], consumed: int, most: int | None = None) -> list[int]:
     """What all ranks load of pass 1 from there on, step by step."""
     for rank in ranks:
-        rank.sampler.begin_pass(1, seed=5, consumed=consumed)
+        rank.sampler.plan_pass(1, seed=5, consumed=consumed)
     steps: Any = zip(*[rank.loader for rank in ranks], strict=True)
     return torch.cat([batch for step in itertools.islice(steps, most) for batch in step]).tolist()
 

@@ -67,7 +67,7 @@ class TornBatch:
     def open_call(self) -> None:
         self._sync.begin_leg((), may_run_backward=True, undo=self._undo)
         self._undo.open_call()
-        self._parts.commit()
+        self._parts.note_whole()
 
     def begin(self) -> None:
         """A batch begins."""
@@ -81,7 +81,7 @@ class TornBatch:
         self._optimizers[number].step()
 
     def end(self) -> None:
-        self._parts.commit()
+        self._parts.note_whole()
 
     @property
     def is_whole(self) -> bool:

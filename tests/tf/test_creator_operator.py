@@ -36,7 +36,7 @@ class Fit:
         losses = list(lost_at)
 
         def lose() -> None:
-            if losses and self.stream.num_steps_completed == losses[0]:
+            if losses and self.stream.num_batches_completed == losses[0]:
                 losses.pop(0)
                 raise LostError
 
@@ -111,7 +111,7 @@ def test_an_epoch_that_broke_off_behind_its_last_step_is_validated_and_told_to_c
 
     def losing(*arguments: Any, **named: Any) -> Any:
         nonlocal is_lost
-        if parts.stream.num_steps_completed == 2 * NUM_STEPS and not is_lost:
+        if parts.stream.num_batches_completed == 2 * NUM_STEPS and not is_lost:
             is_lost = True
             raise LostError
         return evaluate(*arguments, **named)
@@ -130,7 +130,7 @@ def test_a_callback_that_begins_where_a_fit_goes_on_does_not_change_its_learning
     whole.run()
 
     def lose() -> None:
-        if parts.stream.num_steps_completed == 7:
+        if parts.stream.num_batches_completed == 7:
             raise LostError
 
     parts.stream.at_boundary = lose
@@ -151,7 +151,7 @@ def test_weights_that_a_layer_changes_in_an_interrupted_step_are_as_before_it(ke
     seen = []
 
     def look() -> None:
-        if parts.stream.num_steps_completed == 6 and not seen:
+        if parts.stream.num_batches_completed == 6 and not seen:
             seen.extend(parts.runner._hosted.state.read()["models"][0])
             raise LostError  # TensorFlow may or may not have updated the layer by now
 

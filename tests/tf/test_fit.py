@@ -53,9 +53,9 @@ def test_steps_are_exchanges_divided_by_those_of_a_step() -> None:
     keras.stream.begin_epoch(0)
     for _ in range(3):
         keras.step()
-    assert (keras.stream.num_steps_completed, keras.stream.is_whole) == (3, True)
+    assert (keras.stream.num_batches_completed, keras.stream.is_whole) == (3, True)
     keras.step(num_exchanges=1)
-    assert (keras.stream.num_steps_completed, keras.stream.is_whole) == (3, False)
+    assert (keras.stream.num_batches_completed, keras.stream.is_whole) == (3, False)
 
 
 def test_a_state_between_two_steps_of_one_execution_is_no_whole_one() -> None:

@@ -98,7 +98,7 @@ def make(module_cls: type[Any], precision: Precision | None = None) -> Lightning
     operator_cls: Any = TrainingOperator.from_ptl(module_cls)
     place = TorchSettings(operator_cls, {}), World(rank=0, size=1), torch.device("cpu")
     operator: LightningOperator = operator_cls({}, OperatorContext(*place, precision or Precision()))
-    operator._raysgd.begin_training()
+    operator._raysgd.finish_setup()
     return operator
 
 

@@ -263,7 +263,7 @@ class TFCursor(DataCursor):
         if not has_divided_source(self):
             return None
         completed = self._completed
-        in_flight = max(0, self.consumed - completed) if self.num_open else 0
+        in_flight = max(0, self.consumed - completed) if self.num_batches_open else 0
         due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
         return SamplesUsed(self.pass_index, due, completed, in_flight, left_out=left_out)
 
@@ -279,7 +279,7 @@ class TFCursor(DataCursor):
         super().resume(pass_index, consumed)
         self.consumed = self._completed = consumed
 
-    def _begin_pass(self, consumed: int) -> Iterator[PlannedBatch]:
+    def _open_source(self, consumed: int) -> Iterator[PlannedBatch]:
         self.consumed = self._completed = consumed
         return iter(self.source.open(self.pass_index, consumed))
 

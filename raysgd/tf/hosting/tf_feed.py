@@ -73,8 +73,8 @@ class TFFeed(feed.DataFeed):
     def _registered_stream(self) -> StreamData | None:
         return self._operator_of()._raysgd.data.streams.get("train")
 
-    def _cursor_over(self, source: TFSource, begin_pass: Callable[[], int]) -> TFCursor:
-        return TFCursor(source, begin_pass)
+    def _cursor_over(self, source: TFSource, count_pass: Callable[[], int]) -> TFCursor:
+        return TFCursor(source, count_pass)
 
     @property
     def fit(self) -> FitStream | None:

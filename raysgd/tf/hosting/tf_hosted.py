@@ -202,12 +202,14 @@ class TFHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def evaluating(self) -> Iterator[KerasParts]:
-        synchronizer = self.synchronizer
+        synchronizer, internals = self.synchronizer, self.operator._raysgd
         with synchronizer.exchanges.surfacing_errors():
             try:
-                yield KerasParts(self.operator, synchronizer, self.feed, synchronizer.validation_step)
+                internals.step = synchronizer.validation_step
+                yield KerasParts(self.operator, synchronizer, self.feed, internals.step)
             finally:
-                synchronizer.validation_step.forget()
+                internals.step.forget()
+                internals.step = synchronizer.step
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
@@ -373,10 +375,12 @@ class KerasParts(StepParts):
     def is_whole(self) -> bool:
         return self._synchronizer.exchanges.num_completed == self._num_exchanges
 
-    def commit(self, has_step: bool = False) -> None:
+    def commit(self) -> None:
+        self.note_whole()
+        self._leg.confirm()
+
+    def note_whole(self) -> None:
         self._num_exchanges = self._synchronizer.exchanges.num_completed
-        if has_step:
-            self._leg.confirm()
 
     def begin_call(self) -> None:
         self._synchronizer.exchanges.forget_call()

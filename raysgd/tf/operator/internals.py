@@ -15,6 +15,7 @@ from raysgd.tf.fit import FitStream
 from raysgd.tf.objects.datasets import Sharding, num_samples
 from raysgd.tf.parallel.global_metrics import merged
 from raysgd.tf.parallel.keras_sync import Synchronizer
+from raysgd.tf.parallel.step import TFStep
 from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.operator import Internals, required
@@ -89,6 +90,7 @@ class TFInternals(Internals):
         test_function: The compiled `test_step`, or None until it is first needed.
         chosen_rates: The learning rates that `setup` chose. None for an optimizer that follows a schedule or whose rate
             cannot be set.
+        step: The current step: that of training, or that of the running validation.
         num_left_out: Number of steps that `train_epoch` must still add to `global_step`. Only other ranks had samples
             in these steps.
         fit: Holds the position of Keras's `fit`, for operators created from creator functions.
@@ -105,8 +107,13 @@ class TFInternals(Internals):
         self.test_function: Any = None
         self._predict_function: Any = None
         self.num_left_out = 0
+        self.step = context.synchronizer.step
         self.chosen_rates: list[float | None] = []
         self._trained: tuple[int, tuple[int, ...]] | None = None  # ids of optimizer and variables in compiled steps
+
+    @property
+    def leg(self) -> TFStep:
+        return self.step
 
     def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a method such as `train_step` to a graph, or return it unchanged if the operator runs eagerly."""

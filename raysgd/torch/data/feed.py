@@ -267,7 +267,7 @@ class DividedLoaderSource:
                 "which the workers divide them: pass the data of now to `train(dataset=...)`; or a `sampler` of your "
                 "own to the loader, which is drawn in each pass, such as `RandomSampler(data, replacement=True)`."
             )
-        plan, rank = sampler.begin_pass(pass_index, self.seed, consumed, self.order), sampler.rank
+        plan, rank = sampler.plan_pass(pass_index, self.seed, consumed, self.order), sampler.rank
         if self._check_order is not None:
             self._check_order(consumed > 0)
         if self.check_plan is not None:
@@ -425,7 +425,7 @@ class TorchCursor(DataCursor):
 
         The first count is None if it is unknown. Another thread may call this method during training.
         """
-        to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self.num_open
+        to_resume, num_steps, num_batches_open = self._to_resume, self._num_batches_in_pass, self.num_batches_open
         if self._before is not None:
             return *self._before, 0
         num_due = self.source.num_steps()
@@ -434,15 +434,15 @@ class TorchCursor(DataCursor):
             return due, to_resume[1], 0
         if not num_steps:
             return due, self._began_at, 0
-        used = self.source.consumed_after(max(0, num_steps - num_open))
-        return due, used, self.source.consumed_after(num_steps) - used if num_open else 0
+        used = self.source.consumed_after(max(0, num_steps - num_batches_open))
+        return due, used, self.source.consumed_after(num_steps) - used if num_batches_open else 0
 
     def break_off(self) -> None:
         super().break_off()
         self._before = self.samples_used()[:2]
-        self._num_steps_in_pass = self._began_at = 0
+        self._num_batches_in_pass = self._began_at = 0
 
-    def _begin_pass(self, consumed: int) -> Iterator[PlannedBatch]:
+    def _open_source(self, consumed: int) -> Iterator[PlannedBatch]:
         self._began_at, self._before = consumed, None
         return iter(self.source.open(self.pass_index, consumed))
 
@@ -495,8 +495,8 @@ class TorchFeed(DataFeed):
         data = self._data_of("train")
         return data if isinstance(data, StreamData) else None
 
-    def _cursor_over(self, source: LoaderSource, begin_pass: Callable[[], int]) -> TorchCursor:
-        return TorchCursor(source, begin_pass)
+    def _cursor_over(self, source: LoaderSource, count_pass: Callable[[], int]) -> TorchCursor:
+        return TorchCursor(source, count_pass)
 
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         loader, ranks = self.made_of_call(name, request), self._ranks

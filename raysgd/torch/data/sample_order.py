@@ -271,13 +271,9 @@ def order_of(sampler: Any) -> SampleOrder:
     # Compare exact types, because a subclass may yield any order.
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
-    if type(sampler) is RandomSampler and _draws_each_once(sampler):
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return ShuffledOrder(len(sampler))
     return SamplerOrder(sampler)
-
-
-def _draws_each_once(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and len(sampler) == len(sampler.data_source)
 
 
 def length_of(sized: Any) -> int | None:

@@ -17,7 +17,7 @@ order. This includes the last step, which may be smaller and split unevenly: `Ba
 ranks' gradients equal to the mean over the samples.
 
 This module does not count consumed samples. A `DataLoader` prefetches, so only the training loop knows how many samples
-were consumed. To resume a pass, the loop passes this number to `begin_pass`. Planning a pass is arithmetic on positions
+were consumed. To resume a pass, the loop passes this number to `plan_pass`. Planning a pass is arithmetic on positions
 and needs no data.
 """
 
@@ -265,13 +265,13 @@ class SeededIndices(list[int]):
 class ElasticBatchSampler(Sampler[list[int]]):
     """Yields the batches of one rank, from any position in a pass and for a group of any size.
 
-    Pass the sampler to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` with the start
+    Pass the sampler to a `DataLoader` as `batch_sampler`. Before each iteration, call `plan_pass` with the start
     position.
 
-    An iterator keeps the plan that it was created with. Later calls to `begin_pass` or `reshape` do not affect the
+    An iterator keeps the plan that it was created with. Later calls to `plan_pass` or `reshape` do not affect the
     iterator, even if a loader prefetches from it.
 
-    Without a plan, which is the case before the first call to `begin_pass` and after `reshape`, an iteration yields
+    Without a plan, which is the case before the first call to `plan_pass` and after `reshape`, an iteration yields
     this rank's batches of a whole pass. Shuffled data gets a new order in each such iteration. Because the ranks may
     not have agreed on a seed, the order comes from a fixed seed, which is the same on all ranks.
 
@@ -293,11 +293,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         >>> from raysgd.torch.data.sample_order import SequentialOrder
         >>> order = SequentialOrder(12)
         >>> sampler = ElasticBatchSampler(order, 2, drop_last=False, pad=True, rank=1, world_size=2)
-        >>> plan = sampler.begin_pass(0, seed=1)
+        >>> plan = sampler.plan_pass(0, seed=1)
         >>> list(sampler)
         [[2, 3], [6, 7], [10, 11]]
         >>> sampler.reshape(rank=0, world_size=1)
-        >>> plan = sampler.begin_pass(0, seed=1, consumed=plan.consumed_after(2))
+        >>> plan = sampler.plan_pass(0, seed=1, consumed=plan.consumed_after(2))
         >>> list(sampler)
         [[8, 9], [10, 11]]
     """
@@ -324,7 +324,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._num_by_hand = 0
         self.reshape(rank, world_size, batch_size)
 
-    def begin_pass(self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None) -> PassPlan:
+    def plan_pass(self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None) -> PassPlan:
         """Start a pass, or resume the pass after `consumed` samples, and return the plan for the rest of the pass.
 
         Args:
@@ -353,7 +353,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def reshape(self, rank: int, world_size: int, batch_size: int | None = None) -> None:
         """Change the rank, the group size and, unless `batch_size` is None, the batch size.
 
-        This ends the current pass. To resume the pass, call `begin_pass` with its index and its consumed samples.
+        This ends the current pass. To resume the pass, call `plan_pass` with its index and its consumed samples.
 
         Raises:
             ValueError: A value is out of range.
@@ -522,7 +522,7 @@ def shard_loader(
 
     Examples:
         >>> sharded = shard_loader(DataLoader(range(8), batch_size=2), rank=1, world_size=2, training=True)
-        >>> plan = sharded.sampler.begin_pass(0, seed=0)
+        >>> plan = sharded.sampler.plan_pass(0, seed=0)
         >>> [batch.tolist() for batch in sharded.loader]
         [[2, 3], [6, 7]]
     """

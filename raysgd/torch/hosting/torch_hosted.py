@@ -34,7 +34,7 @@ from raysgd.torch.operator.registrar import global_batches
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.strategy import DDP, Strategy
-from raysgd.torch.parallel.sync import DDPSync, GradientSync, Leg
+from raysgd.torch.parallel.sync import DDPSync, GradientSync
 from raysgd.torch.parallel.tensors import sums_of
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
@@ -45,7 +45,7 @@ from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, take_rank
-from raysgd.trainer.worker.step_loop import StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts, StepRules
 from raysgd.trainer.worker.training_call import RowExchange
 from raysgd.utils import BATCH_SIZE
 
@@ -106,7 +106,7 @@ class TorchHostedOperator(HostedOperator):
         self.operator = settings.training_operator_cls(config=settings.config_for(world.size), context=context)
         check_is_set_up(self.operator)
         self.internals = self.operator._raysgd
-        self.internals.begin_training(reports_ahead=is_plain(self.operator, "train_epoch", "train_batch"))
+        self.internals.finish_setup(reports_ahead=is_plain(self.operator, "train_epoch", "train_batch"))
         if not is_plain(self.operator, "optimizer_step"):
             self.internals.prepare_steps()
         self._check_data()
@@ -237,7 +237,7 @@ class TorchHostedOperator(HostedOperator):
                 bind_batch_info(operator.train_batch)(batch[0], info)
         finally:
             metric_objects.reset(operator, self.internals.registered)
-            self.parallel.sync.end_leg()
+            self.parallel.sync.set_plain_leg()
 
     @property
     def group_obstacle(self) -> str | None:
@@ -304,7 +304,7 @@ class TorchHostedOperator(HostedOperator):
                 yield
             leg.weights.check_counted()
         finally:
-            sync.end_leg()
+            sync.set_plain_leg()
 
     def _row_exchange(self) -> RowExchange | None:
         """Return what sends metrics to the other ranks of this group; None if there is no mesh to send them over."""
@@ -348,10 +348,12 @@ class TorchHostedOperator(HostedOperator):
         noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
         modes = self._modes = self._modes or ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
+        sync = self.parallel.sync
         try:
             with self.parallel.evaluating(registered.wrapped), noting, with_advice(registered.wrapped):
-                yield StepParts(self.feed, Leg())
+                yield StepParts(self.feed, sync.set_plain_leg(StepRules()))
         finally:
+            sync.set_plain_leg()
             modes.note()
 
     @contextmanager

@@ -114,7 +114,7 @@ class TorchParts(StepParts):
     def leg(self) -> Leg:
         return self._sync.leg
 
-    def begin_pass(self) -> None:
+    def check_start(self) -> None:
         """Check that user code has called `rewrap` if it froze or unfroze parameters, or added parameter groups."""
         self._internals.trained.check(self._operator._freezes_in_batches)
 
@@ -161,27 +161,31 @@ class TorchParts(StepParts):
         # differ, it raises.
         return not self.so_far.ranks_are_apart and self.undo.can_restore(self.leg.record)
 
-    def commit(self, has_step: bool = False) -> None:
-        record, undo, self._global_step = self._sync.leg.commit(has_step), self.undo, self._operator.global_step
-        if has_step:
-            self._lacked_in_step = False
+    def commit(self) -> None:
+        if (sync := self._sync.leg.sync) is not None:
+            sync.check()
+        self._lacked_in_step = False
+        self.note_whole()
+
+    def note_whole(self) -> None:
+        record, undo, self._global_step = self._sync.leg.renew_record(), self.undo, self._operator.global_step
         if record.saved is not None:
             undo.forget(record)
             if undo.mode != "never":
                 self.so_far = self.so_far.after(record, lambda: self._sync.num_ranks, undo.waiting_parameters)
 
-    end_call = commit
+    end_call = note_whole
 
     def note_restored(self) -> None:
         self.so_far = SoFar(self.so_far.has_averaged)
         self._global_step = self._operator.global_step
         self.undo.note_restored()
-        self.leg.commit()
+        self.leg.renew_record()
 
     def restore(self) -> None:
         self._operator.global_step = self._global_step
         self.undo.restore(self.leg.record)
-        self.leg.commit()
+        self.leg.renew_record()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet."""

@@ -37,7 +37,7 @@ def fill(part: torch.nn.Module, device: torch.device) -> None:
         InvalidRegistrationError: A module with tensors on the meta device has no `reset_parameters`, or this method
             does not set one of the tensors.
     """
-    empty = [(module, list(_empty(module))) for module in part.modules()]
+    empty = [(module, [each for each in _tensors(module, recurse=False) if each.is_meta]) for module in part.modules()]
     for tensor in chain.from_iterable(tensors for _, tensors in empty):
         if tensor.is_meta:  # several modules may share a tensor, which is then already allocated
             torch.utils.swap_tensors(tensor, _room_like(tensor, device))
@@ -67,10 +67,6 @@ def refuse_states(optimizers: Iterable[Any]) -> None:
 
 def _tensors(module: torch.nn.Module, recurse: bool) -> Sequence[torch.Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
-
-
-def _empty(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [tensor for tensor in _tensors(module, recurse=False) if tensor.is_meta]
 
 
 def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -202,16 +202,12 @@ def _disconnected_copy(metric: Metric) -> Metric:
 def _joined(parts: Sequence[Metric]) -> Metric:
     """Return a new metric with the data of several metrics of the same type."""
     # Skip metrics without data, because some reductions would count their default values as data.
-    used = [part for part in parts if _saw_anything(part)]
+    used = [part for part in parts if any(inner.update_called for inner in _metrics_in(part))]
     joined = copy.deepcopy(used[0] if used else parts[0])
     if len(used) > 1:
         for target, *sources in zip(_metrics_in(joined), *map(_metrics_in, used), strict=True):
             _fill(target, sources)
     return joined
-
-
-def _saw_anything(metric: Metric) -> bool:
-    return any(inner.update_called for inner in _metrics_in(metric))
 
 
 def _fill(target: Metric, sources: Sequence[Metric]) -> None:
@@ -255,12 +251,9 @@ def _reduced(states: list[Any], reduction: Any, counts: list[int]) -> Any:
     num_updates = sum(counts)
     if reduction is utilities.dim_zero_mean and num_updates:
         weights = torch.tensor(counts, dtype=torch.float64).reshape(-1, *[1] * (stacked.ndim - 1))
-        return ((stacked * weights).sum(dim=0) / num_updates).to(_float_type_of(stacked))
+        dtype = stacked.dtype if stacked.is_floating_point() else torch.get_default_dtype()
+        return ((stacked * weights).sum(dim=0) / num_updates).to(dtype)
     return stacked if reduction is None else reduction(stacked)
-
-
-def _float_type_of(tensor: torch.Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.moving import read_tensors
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.parallel.strategy import Strategy
+from raysgd.torch.parallel.sync import Leg
 from raysgd.trainer.worker.operator import Internals
 from raysgd.utils import IS_PADDING
 
@@ -33,7 +34,7 @@ class BatchMetrics(Internals):
 
     Attributes:
         parallel: Strategy, such as DDP, that keeps the workers' models in sync.
-        sync: Averages the gradients of each step. While batches are trained, its `leg` is that of this object, too.
+        sync: Averages the gradients of each step. Its `leg` tracks the current batch, also of a validation.
         loss_calls: Notifies listeners of calls to the criterion.
         evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
     """
@@ -52,11 +53,15 @@ class BatchMetrics(Internals):
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
+    @property
+    def leg(self) -> Leg:
+        return self.sync.leg
+
     def begin_metrics(self) -> None:
         if self.logged:
             super().begin_metrics()
-        if self.leg is not None and self.leg.batch.items:
-            self.leg.batch.forget_items()
+        if self.sync.leg.batch.items:
+            self.sync.leg.batch.forget_items()
         self.evaluated = []
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
@@ -88,9 +93,9 @@ class BatchMetrics(Internals):
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
-            if len(self.leg.batch.items) != 1 or self.logged:
+            if len(self.sync.leg.batch.items) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.leg.weights.expect_weight()  # unless the loss is the criterion's return value
+            self.sync.leg.weights.expect_weight()  # unless the loss is the criterion's return value
         size = {NUM_SAMPLES: num_samples}
         return size if weight is None else {**size, BATCH_WEIGHT: weight}
 
@@ -104,10 +109,10 @@ class BatchMetrics(Internals):
         Outside a call, or if the operator overrides `train_epoch` or `train_batch`, return the metrics unchanged. An
         override may change the metrics before `end_batch` adds them.
         """
-        if not self._reports_ahead or self.leg is None:
+        if not (self._reports_ahead and self.sync.leg.batch.number):
             return metrics
         self._reported = metrics = self.completed(metrics, None)
-        if not self.leg.plan.is_padding:
+        if not self.sync.leg.plan.is_padding:
             values = dict(metrics)
             self.latest_metrics = metrics
             self.meters.add_pending(values, values.pop(NUM_SAMPLES))
@@ -138,16 +143,15 @@ class BatchMetrics(Internals):
         self._operator.global_step += leg.plan.ends_global_batch
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        if self.leg is not None and metrics == {} and not (self.logged or self.leg.batch.is_by_samples):
+        batch_record = self.sync.leg.batch
+        if metrics == {} and not (self.logged or batch_record.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
         if type(metrics) is not dict and not isinstance(metrics, Mapping):  # the second check takes longer
             return metrics
         if self.logged or NUM_SAMPLES not in metrics:  # entries are missing
             metrics = super().completed(metrics, batch)
-        if self.leg is None:
-            return metrics
-        amounts = self.leg.batch.items
-        if self.leg.batch.is_by_samples:
+        amounts = batch_record.items
+        if batch_record.is_by_samples:
             self._check_count(metrics[NUM_SAMPLES])
         if not amounts:
             return metrics
@@ -172,7 +176,7 @@ class BatchMetrics(Internals):
         The two numbers differ if a `collate_fn` adds or omits samples. If the loader's number is unknown, or if the
         batch is padding, both are the number that the batch contains.
         """
-        drawn = self.leg.plan.num_samples if self.leg is not None else None
+        drawn = self.sync.leg.plan.num_samples
         if drawn:
             return drawn, batches.samples_of(batch, drawn)
         found = batches.count_samples(batch)
@@ -180,7 +184,7 @@ class BatchMetrics(Internals):
 
     def _check_count(self, num_samples: Any) -> None:
         """Raise if `train_batch` returned a `num_samples` that differs from the weight of the batch's gradients."""
-        leg = self.leg
+        leg = self.sync.leg
         drawn = leg.rules.samples_in_step(leg.plan) if leg.plan.num_samples is None else leg.plan.num_samples
         if leg.rules.weighs and not leg.plan.is_padding and num_samples != drawn is not None:
             raise ValueError(
@@ -195,7 +199,7 @@ class BatchMetrics(Internals):
     def note_amount(self, comparison: LossCall) -> None:
         """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
         if comparison.amount is not None:
-            self.leg.batch.items.append(comparison.amount)
+            self.sync.leg.batch.items.append(comparison.amount)
             self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -204,7 +208,7 @@ class BatchMetrics(Internals):
             return metrics
         if self.evaluated:
             return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
-        first, *others = self.leg.batch.items
+        first, *others = self.sync.leg.batch.items
         mean = sum(others, first) / (1 + len(others)) if others else first
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 

@@ -108,7 +108,7 @@ class TorchInternals(BatchMetrics):
     def _keep(self, registered: RegisteredObjects) -> None:
         self.registered = registered
 
-    def begin_training(self, reports_ahead: bool = False) -> None:
+    def finish_setup(self, reports_ahead: bool = False) -> None:
         """Prepare for training at the end of `setup`. From now on, the gradients of frozen parameters are not averaged.
 
         Args:
@@ -205,7 +205,7 @@ class TorchInternals(BatchMetrics):
         undo = Undo(registered.trained, registered.optimizers, others, lambda: callbacks.followers, mode="all")
         undo.open_call()
         record = StepRecord()
-        record.begin(undo.save(nullcontext()))
+        record.note_saved(undo.save(nullcontext()))
         if record.saved is None or not record.saved.is_whole:
             raise ValueError("`Guard(rewind=...)` cannot copy the training state, as the log says: omit `rewind`.")
         return lambda: undo.restore(record)

@@ -79,7 +79,7 @@ class HorovodSync(GradientSync):
 
     def _finish_backward(self) -> None:
         self.leg.flight_recorder.note("gradients were exchanged")
-        with self.leg.record.noting_losses(self.is_lost):
+        with self.leg.record.noting_lost_connections(self.is_lost):
             for each in self._optimizers:
                 each.synchronize()
 

@@ -92,7 +92,8 @@ class LogicalShards:
                     "`deterministic=True` does not work with complex parameters: omit it, or store them as real "
                     "parameters (`torch.view_as_real`)."
                 )
-            self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
+            dtype = torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32
+            self._rows = torch.zeros(shape, dtype=dtype, device=parameters[0].device)
 
     def add_up(self, parameters: Sequence[torch.Tensor]) -> None:
         """Set the gradients of all parameters to their sums over all logical shards of all ranks.
@@ -180,7 +181,7 @@ class OrderedSync(GradientSync):
             shards.keep(parameters)
         if leg.plan.sync_gradients:
             leg.note_all_reduce("gradients were exchanged")
-            with leg.record.noting_losses():
+            with leg.record.noting_lost_connections():
                 leg.send_rows()
                 shards.add_up(parameters)
             leg.record.note_averaged()
@@ -195,7 +196,3 @@ def _in_order(rows: torch.Tensor) -> torch.Tensor:
     for row in rows[1:]:
         total += row
     return total
-
-
-def _dtype_of(parameters: Iterable[torch.Tensor]) -> torch.dtype:
-    return torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32

@@ -118,21 +118,21 @@ class StepRecord:
         self.num_collectives: float | None = None
         self._awaited: float | None = None  # number of collectives that had started before the latest `wait`
 
-    def begin(self, saved: Saved) -> None:
+    def note_saved(self, saved: Saved) -> None:
         """Record that the first batch of the step begins."""
         self.saved, self.num_all_reduces = saved, 0
 
     @contextmanager
-    def noting_losses(self, is_lost: Callable[[BaseException], bool] = is_connection_error) -> Iterator[None]:
+    def noting_lost_connections(self, is_lost: Callable[[BaseException], bool] = is_connection_error) -> Iterator[None]:
         """Record the step's first connection error in the `with` block. Every exception is raised again."""
         try:
             yield
         except Exception as error:  # communication raises different classes of exceptions in each backend
             if is_lost(error):
-                self.note_loss(error)
+                self.note_lost_connection(error)
             raise
 
-    def note_loss(self, error: BaseException) -> None:
+    def note_lost_connection(self, error: BaseException) -> None:
         """Record that an all-reduce of the step failed because a connection was lost."""
         self.error = self.error or error
 
@@ -158,7 +158,7 @@ class StepRecord:
         """
         number = _num_collectives()
         if number != self._awaited:
-            with self.noting_losses():
+            with self.noting_lost_connections():
                 wait_for_collectives()
             self._awaited = number
 

@@ -61,8 +61,7 @@ class Leg:
         record: What has happened since the last commit, perhaps between two calls.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
-        sync: The `GradientSync` whose `open` is called before each batch, and `check` when a step has ended; None if
-            there is nothing to do then.
+        sync: See the attribute.
         share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
 
     Attributes:
@@ -73,6 +72,8 @@ class Leg:
         record: What has happened since the last commit.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
+        sync: The `GradientSync` whose `open` is called before each batch, and `check` when a step has ended; None if
+            there is nothing to do then.
         batch: What has happened to the batch that the training code requested last.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
@@ -91,7 +92,7 @@ class Leg:
         share: Callable[[Gather | None], None] | None = None,
     ) -> None:
         self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
-        self._sync, self._share = sync, share
+        self.sync, self._share = sync, share
         self.batch = BatchRecord()
         self.weights = Weights(rules, self.batch)
         self.record = StepRecord() if record is None else record
@@ -121,10 +122,10 @@ class Leg:
                 f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
             )
-        if self._sync is not None:
-            self._sync.open(plan)
+        if self.sync is not None:
+            self.sync.open(plan)
         if self.undo is not None and plan.starts_step:
-            self.record.begin(self.undo.save(self.ledger.inside(UNDO)))
+            self.record.note_saved(self.undo.save(self.ledger.inside(UNDO)))
         batch = BatchRecord(self.batch.number + 1, rules.has_several or rules.averages)
         self.weights.begin_batch(plan, batch)
         self.plan, self.batch = plan, batch
@@ -145,17 +146,8 @@ class Leg:
         self.batch.waits = self.batch.is_by_samples = self.batch.uncounted = False
         self.batch.forget_items()
 
-    def commit(self, has_step: bool = False) -> StepRecord:
-        """Let a new record begin: the step has ended, or was undone, or another state was loaded.
-
-        Args:
-            has_step: True if a step has ended. Raise if it is invalid, for example because a connection broke.
-
-        Returns:
-            The record of the step.
-        """
-        if has_step and self._sync is not None:
-            self._sync.check()
+    def renew_record(self) -> StepRecord:
+        """Let a new record begin: the step was committed or undone, or another state was loaded. Return the former."""
         record, self.record = self.record, StepRecord(self.record.error)
         return record
 
@@ -273,7 +265,7 @@ class GradientSync:
         self.has_others, self.shares_metrics = has_others, shares_metrics
         self.left_out: list[torch.nn.Module] = []
         self.models: Sequence[torch.nn.Module] = ()
-        self.defers = self._checks_losses = False
+        self.defers = self._checks_connections = False
         self._set_leg(record=StepRecord())
 
     def join_group(self) -> None:
@@ -306,20 +298,24 @@ class GradientSync:
         """
         self.models, rules = models, rules or StepRules(self.averages)
         self.defers = may_defer and rules.has_several and (self._defers_any if may_run_backward else self._defers)
-        self._checks_losses = may_run_backward and self.has_others
+        self._checks_connections = may_run_backward and self.has_others
         self._set_sync(True)
         if self.has_others or rules.num_shards:
             options["sync"] = self
         flight_recorder = FlightRecorder(self.leg.flight_recorder.number + self.averages)
         return self._set_leg(rules, record=self.leg.record, flight_recorder=flight_recorder, **options)
 
-    def end_leg(self) -> None:
-        """Replace `leg` with a `Leg` without batches, for user code that runs between two calls.
+    def set_plain_leg(self, rules: StepRules | None = None) -> Leg:
+        """Replace `leg` with a `Leg` that undoes nothing: for a validation, or user code that runs between two calls.
 
         Called at the end of each call, even if the call fails.
+
+        Args:
+            rules: What holds for all steps. Default: a step has one batch of each rank.
         """
         self._set_sync(True)
-        self._set_leg(record=self.leg.record, flight_recorder=self.leg.flight_recorder, ledger=self.leg.ledger)
+        former = self.leg
+        return self._set_leg(rules, record=former.record, flight_recorder=former.flight_recorder, ledger=former.ledger)
 
     def open(self, plan: BatchPlan) -> None:
         """Prepare a batch. In a step of several batches, let the all-reduce wait for the last batch, if possible."""
@@ -332,7 +328,7 @@ class GradientSync:
 
     def check(self) -> None:
         """Raise if the step that has ended is invalid, for example because a connection broke during the step."""
-        if self._checks_losses:
+        if self._checks_connections:
             self.leg.record.check()
 
     def _set_sync(self, is_now: bool) -> None:
@@ -364,11 +360,11 @@ class GradientSync:
             # function sums the amounts if that has not happened.
             wait: Callable[[], Any] = partial(group.add_up, numbers.numpy())
         else:
-            with record.noting_losses(self.is_lost):
+            with record.noting_lost_connections(self.is_lost):
                 wait = self.start_sum(numbers)
 
         def total() -> Any:
-            with record.noting_losses(self.is_lost):
+            with record.noting_lost_connections(self.is_lost):
                 wait()
             return numbers.item() if numbers.device.type == "cpu" else numbers[0]
 
@@ -485,7 +481,7 @@ class DDPSync(GradientSync):
         if group is not None and group.is_quick_for(gradients.nbytes):
             return self._average_at_once(group, gradients, is_last)
         leg.weights.multiply(gradients)
-        with leg.record.noting_losses():
+        with leg.record.noting_lost_connections():
             future = _tracked(hook.all_reduce(bucket), leg, is_last)
             if is_last:
                 try:
@@ -516,7 +512,7 @@ class DDPSync(GradientSync):
                 items.learn([each[: len(own)].view(np.float64).item() for each in received])
             return [each[len(own) :] for each in received]
 
-        with leg.record.noting_losses(), leg.ledger.exchanging(group):
+        with leg.record.noting_lost_connections(), leg.ledger.exchanging(group):
             if not (is_last and leg.send_rows(add_up)):
                 add_up()
         if is_last:
@@ -531,7 +527,7 @@ class DDPSync(GradientSync):
             return
         self.leg.note_all_reduce()
         counts = torch.tensor([each.grad is not None for each in trained], dtype=torch.float64, device=reachable())
-        with self.leg.record.noting_losses():
+        with self.leg.record.noting_lost_connections():
             all_sum(counts)
             used = [parameter for parameter, count in zip(trained, counts.tolist(), strict=True) if count]
             for parameter in used:
@@ -626,7 +622,7 @@ def _tracked(future: Any, leg: Leg, is_last: bool) -> Any:
     is_awaited = is_last and ledger.begin_exchange()
 
     def received(future: Any) -> Any:
-        with record.noting_losses():
+        with record.noting_lost_connections():
             gradients = future.value()
         if is_awaited:
             ledger.end_exchange()

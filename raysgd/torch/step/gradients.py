@@ -293,6 +293,10 @@ class Gradients:
             weight: The batch's weight from user code; None if user code passed no weight.
             run: Function that runs the backward pass of the weighted loss. Default: the precision's.
             clears: False if user code itself clears gradients, and may run several backward passes for a batch.
+
+        Raises:
+            ValueError: It is unclear which optimizers to act on. Or gradients to which the batch must add were cleared,
+                or an optimizer may already have stepped with these gradients.
         """
         sync, leg = self._sync, self._sync.leg
         chosen = self.chosen("backward", optimizer) if clears else [] if optimizer is None else [optimizer]
@@ -305,8 +309,14 @@ class Gradients:
         unscaled = [each for each in cleared if scale_again(each)] if self._precision.is_mixed else []
         # Without other batches in the step, on this rank or on others, the weight of the batch does not matter.
         is_weighted = weight is not None or leg.rules.weighs
-        if clears:
-            self._clear(chosen, cleared)
+        stale = []
+        for each in chosen if clears else ():
+            if leg.adds_to(each):
+                self._check_waiting(each)
+            else:
+                stale.append(each)
+        for each in [*stale, *(cleared[len(chosen) :] if clears and chosen[0] in stale else ())]:
+            each.zero_grad()
         had_one = leg.note_backward(cleared)
         if is_weighted or sync.has_others:
             leg.ledger.end_own_work()
@@ -325,26 +335,6 @@ class Gradients:
             leg.record.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
             self._precision.unscale(each)
-
-    def _clear(self, chosen: Sequence[Any], cleared: Sequence[Any]) -> None:
-        """Clear the gradients of optimizers, except gradients to which this batch adds.
-
-        Args:
-            chosen: Optimizers that the loss trains.
-            cleared: The same optimizers, then others whose gradients are cleared if those of the first one are.
-
-        Raises:
-            ValueError: Gradients to which the batch must add were cleared, or an optimizer may already have stepped
-                with these gradients.
-        """
-        leg, stale = self._sync.leg, []
-        for each in chosen:
-            if leg.adds_to(each):
-                self._check_waiting(each)
-            else:
-                stale.append(each)
-        for each in [*stale, *(cleared[len(chosen) :] if chosen[0] in stale else ())]:
-            each.zero_grad()
 
     def _check_waiting(self, optimizer: Any) -> None:
         """Check that a loss can add to the gradients that an optimizer's parameters already have.

@@ -11,8 +11,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from raysgd.core.numbers.metric_names import validation_name
 from raysgd.core.numbers.results import as_number
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
-from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.record import BatchRecord
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +84,6 @@ def _warn_of_end(operator: Any, length: int) -> None:
             length,
             length,
         )
-
-
-def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: BatchRecord) -> None:
-    """Step the schedulers after an optimizer step. If the optimizer step was skipped, do nothing."""
-    if not (precision.has_skipped() or batch.skipped):
-        for scheduler in schedulers:
-            scheduler.step()
 
 
 def step_after_epoch(

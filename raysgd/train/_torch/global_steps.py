@@ -353,7 +353,7 @@ class GlobalSteps:
         is_done = membership.num_done != mark.num_done
         if membership.has_repeated(mark):
             lost = _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
-            self._leg.record.note_loss(lost)
+            self._leg.record.note_lost_connection(lost)
             if is_done or not self._undo.can_restore(self._leg.record):
                 raise lost
             # Also clear the gradients, because user code that clears them after `step` might not do so in this batch.

@@ -91,13 +91,13 @@ class PredictionPlace:
 
     Attributes:
         source: Always None. In a batch stream, this attribute is the source of the batches.
-        num_steps_taken: Estimated number of batches that all workers together have completed.
+        num_batches_taken: Estimated number of batches that all workers together have completed.
     """
 
     def __init__(self, request: PredictRequest) -> None:
         self.source = None
         self._request = request
-        self.num_steps_taken = request.num_done
+        self.num_batches_taken = request.num_done
 
     def note_batches(self, num_own: int) -> None:
         """Record how many batches of the current round this worker has completed.
@@ -105,7 +105,7 @@ class PredictionPlace:
         The other workers are assumed to have completed as many.
         """
         done, total = self._request.num_done + num_own * self._request.num_workers, self._request.total
-        self.num_steps_taken = done if total is None else min(done, total)
+        self.num_batches_taken = done if total is None else min(done, total)
 
 
 def outputs_of(

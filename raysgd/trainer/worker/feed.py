@@ -80,12 +80,12 @@ class DataFeed(ABC):
         """
 
     @abstractmethod
-    def _cursor_over(self, source: Any, begin_pass: Callable[[], int]) -> Any:
+    def _cursor_over(self, source: Any, count_pass: Callable[[], int]) -> Any:
         """Return a cursor to train on.
 
         Args:
             source: Source of the batches.
-            begin_pass: Function that the cursor calls at the start of each pass. It returns the index of the pass.
+            count_pass: Function that the cursor calls at the start of each pass. It returns the index of the pass.
         """
 
     @abstractmethod
@@ -171,7 +171,7 @@ class DataFeed(ABC):
                 self.epoch += not is_begun
                 cursor = self._cursor_of_call(request)
             elif self.train_cursor is None:
-                cursor = self._cursor_over(self._source("train", request, training=True), self.begin_pass)
+                cursor = self._cursor_over(self._source("train", request, training=True), self.count_pass)
                 self._resume(cursor)
                 self.train_cursor, self._to_resume = cursor, None
             else:
@@ -265,7 +265,7 @@ class DataFeed(ABC):
         data = self.samples_used()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
-    def begin_again(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
+    def resume_call(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
         """Prepare the data for a training call that continues in a new group of workers.
 
         If the call trains on registered data, this method has no effect.
@@ -292,7 +292,7 @@ class DataFeed(ABC):
         consumed = cursor.completed
         return DataPosition(cursor.pass_index, consumed, cursor.source.state(consumed, True))
 
-    def begin_pass(self) -> int:
+    def count_pass(self) -> int:
         """Count a new pass over the training data, and return the index of the pass."""
         self.epoch += 1
         return self.epoch - 1

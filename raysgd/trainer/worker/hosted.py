@@ -309,7 +309,7 @@ class HostedOperator(ABC):
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
         """Let the operator call these worker callbacks, and no others, from now on."""
         self.operator._raysgd.callbacks.install(callbacks, self.operator)
-        self.parts.commit()
+        self.parts.note_whole()
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Load the training state of a snapshot or a checkpoint. See `ReplicaState.restore`."""

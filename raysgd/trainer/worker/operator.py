@@ -87,7 +87,6 @@ class Internals:
         lost: Metrics that lost workers measured in this call. Only rank 0 has them, and adds them to its own metrics.
         once: Remembers which messages have been logged, so that no message is logged twice.
         callbacks: The worker callbacks that the operator calls.
-        leg: Tracks the current batch, see `StepParts.leg`. None outside a call.
     """
 
     _operator: Any  # the operator whose `_raysgd` attribute is this object
@@ -103,26 +102,28 @@ class Internals:
         self.lost: Sequence[MetricSummary] = ()
         self.once = Once()
         self.callbacks = InstalledCallbacks()
-        self.leg: Any = None
+
+    @property
+    def leg(self) -> Any:
+        """Tracks the current batch, see `StepParts.leg`."""
+        raise NotImplementedError
 
     @contextmanager
     def in_call(
-        self, leg: Any, meters: AverageMeterCollection | None = None, lost: Sequence[MetricSummary] = ()
+        self, meters: AverageMeterCollection | None = None, lost: Sequence[MetricSummary] = ()
     ) -> Iterator[None]:
-        """Inside the block, follow the current batch of a training or validation call.
+        """Inside the block, collect the metrics of a training or validation call.
 
         Args:
-            leg: Tracks the current batch, see `StepParts.leg`.
             meters: Collection in which a `train_epoch` accumulates its metrics.
             lost: Metrics that lost workers measured in the call. Rank 0 adds them to its own metrics.
         """
         self.take_outside()
-        before, self.leg = self.leg, leg
         self.meters_to_fill, self.lost, self.latest_metrics = meters, lost, {}
         try:
             yield
         finally:
-            self.leg, self.meters_to_fill = before, None
+            self.meters_to_fill = None
 
     @property
     def world(self) -> World:
@@ -311,8 +312,7 @@ class BaseOperator:
         Raises:
             ValueError: With PyTorch, the step accumulates gradients, and the batch has had no backward pass.
         """
-        if self._raysgd.leg is not None:
-            self._raysgd.leg.skip()
+        self._raysgd.leg.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:

@@ -43,8 +43,8 @@ class EvaluationCall:
     """The `validate` or `predict` call that a worker is running at the moment.
 
     Attributes:
-        cursor: Object that supplies the call's batches. Its `num_steps_taken` counts the batches taken so far.
-        began_at: The cursor's `num_steps_taken` when the call began.
+        cursor: Object that supplies the call's batches. Its `num_batches_taken` counts the batches taken so far.
+        began_at: The cursor's `num_batches_taken` when the call began.
         num_steps: Number of batches to use, or None to use all remaining batches.
         info: The `info` dictionary that is passed to the operator's method.
         kind: What the call does: validate, test or predict.
@@ -532,10 +532,10 @@ class ClassRunner(ABC):
             with (
                 hosted.evaluating() as parts,
                 feed.validating(request) as cursor,
-                operator._raysgd.in_call(parts.leg),
+                operator._raysgd.in_call(),
                 around_batches(operator, "validate_batch"),
             ):
-                began_at = cursor.num_steps_taken
+                began_at = cursor.num_batches_taken
                 batches = StepLoop(cursor, parts, request.num_steps, redraw=request.redraw).batches()
                 if (has_left := self._has_left) is not None:
                     batches = takewhile(lambda batch: not has_left(), batches)
@@ -543,7 +543,7 @@ class ClassRunner(ABC):
                 call = EvaluationCall(cursor, began_at, request.num_steps, request.info, "validation")
                 with self._evaluating(call), hosted.timers.record("validation"):
                     returned = operator.validate(*args, **named)
-            answer = hosted.answer(returned, request, cursor.num_steps_taken - began_at)
+            answer = hosted.answer(returned, request, cursor.num_batches_taken - began_at)
             return replace(answer, epoch_idx=max(0, feed.epoch - 1))
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
@@ -664,7 +664,7 @@ class ClassRunner(ABC):
         metrics = {name: number for name, number in latest.items() if number is not None}
         total, source = running.num_steps, cursor.source
         return CallProgress(
-            num_steps=cursor.num_steps_taken - running.began_at,
+            num_steps=cursor.num_batches_taken - running.began_at,
             total=source.num_steps() if total is None and source is not None else total,
             epoch_idx=running.info.get("epoch_idx", max(0, self._hosted.feed.epoch - 1)),
             num_epochs=running.info.get("num_epochs"),

@@ -41,8 +41,8 @@ class DataCursor(ABC):
 
     Attributes:
         pass_index: Index of the most recently started pass.
-        num_steps_taken: Number of steps that were started, including steps in which this rank has no batch.
-        num_open: Number of global batches that were started since the last committed step.
+        num_batches_taken: Number of global batches that were started, including those without samples of this rank.
+        num_batches_open: Number of global batches that were started since the last committed step.
         looks_ahead: True to always draw the next batch early, to learn whether a pass ends, where a batch does not say
             so.
     """
@@ -56,7 +56,7 @@ class DataCursor(ABC):
         self._ahead: list[PlannedBatch | None] = []  # batches that were drawn but not yielded yet; None ends the pass
         self._to_resume: tuple[int, int] | None = None
         self._ends_pass = False  # True if the pass ends with the batch that was drawn last
-        self.pass_index = self.num_steps_taken = self.num_open = self._num_steps_in_pass = 0
+        self.pass_index = self.num_batches_taken = self.num_batches_open = self._num_batches_in_pass = 0
 
     @property
     @abstractmethod
@@ -64,7 +64,7 @@ class DataCursor(ABC):
         """Number of samples of the current pass that all ranks together have used in committed steps. 0 if unknown."""
 
     @abstractmethod
-    def _begin_pass(self, consumed: int) -> Iterator[PlannedBatch]:
+    def _open_source(self, consumed: int) -> Iterator[PlannedBatch]:
         """Return an iterator over the batches of pass number `pass_index`.
 
         Args:
@@ -72,14 +72,14 @@ class DataCursor(ABC):
         """
 
     @property
-    def num_steps_completed(self) -> int:
-        """Number of committed steps."""
-        return self.num_steps_taken - self.num_open
+    def num_batches_completed(self) -> int:
+        """Number of global batches whose steps are committed."""
+        return self.num_batches_taken - self.num_batches_open
 
     @property
     def is_mid_pass(self) -> bool:
         """True if the most recently started pass has batches left, or its last step is not committed yet."""
-        return self._items is not None or self._to_resume is not None or self.num_open > 0
+        return self._items is not None or self._to_resume is not None or self.num_batches_open > 0
 
     def opened(self, plan: BatchPlan, has_batch: bool) -> None:
         """Record that the batch that was drawn last is about to be handed out.
@@ -88,22 +88,22 @@ class DataCursor(ABC):
             plan: How the batch counts.
             has_batch: False if this rank has no samples in the step.
         """
-        self._num_steps_in_pass += plan.starts_global_batch
-        self.num_steps_taken += plan.starts_global_batch
-        self.num_open += plan.starts_global_batch and has_batch
+        self._num_batches_in_pass += plan.starts_global_batch
+        self.num_batches_taken += plan.starts_global_batch
+        self.num_batches_open += plan.starts_global_batch and has_batch
         if self._ends_pass:
             self._items = None  # the next call starts a new pass
 
     def commit(self) -> None:
         """Record that the last step is done. Its batches will not be drawn again."""
-        self.num_open = 0
+        self.num_batches_open = 0
 
     def break_off(self) -> None:
         """Discard an interrupted step. The batches of the step will be drawn again, possibly on another rank."""
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
-        self.num_steps_taken = self.num_steps_completed
-        self._items, self.num_open = None, 0
+        self.num_batches_taken = self.num_batches_completed
+        self._items, self.num_batches_open = None, 0
 
     def resume(self, pass_index: int, consumed: int) -> None:
         """Let the next batch come from the given position in a pass.
@@ -158,8 +158,8 @@ class DataCursor(ABC):
             (self.pass_index, consumed), self._to_resume = self._to_resume, None
         else:
             self.pass_index, consumed = self._next_pass(), 0
-        self._num_steps_in_pass = 0
-        return self._begin_pass(consumed)
+        self._num_batches_in_pass = 0
+        return self._open_source(consumed)
 
 
 _REDRAW_EVERY_S = 0.1
@@ -262,7 +262,7 @@ class StepParts:
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
-    def begin_pass(self) -> None:
+    def check_start(self) -> None:
         """Called before the first batch of every call and every pass, to check that training can start."""
 
     def open(self, plan: BatchPlan, batch: Any) -> None:
@@ -288,15 +288,15 @@ class StepParts:
         """Return a function that restores the metric objects of now, so that they do not count a padding batch."""
         return lambda: None
 
-    def commit(self, has_step: bool = False) -> None:
-        """Record that the current state is that of a committed step. Called between two steps.
-
-        Args:
-            has_step: True if a step has been taken since the last commit.
+    def commit(self) -> None:
+        """Commit the step that has ended.
 
         Raises:
             Exception: The group of workers broke during the step, or the step is invalid.
         """
+
+    def note_whole(self) -> None:
+        """Record that the current state is that after a committed step. Called outside of steps."""
 
     def restore(self) -> None:
         """Restore the training state after the last committed step. The batches since then will be repeated."""
@@ -349,7 +349,7 @@ class StepParts:
 
     def note_restored(self) -> None:
         """Called after another training state was loaded, which is always the state after a committed step."""
-        self.commit()
+        self.note_whole()
 
     def plain(self, value: Any) -> Any:
         """Convert a metric to a type that the driver can read. A one-element tensor, for example, becomes a number."""
@@ -404,7 +404,7 @@ class StepLoop:
         """Yield this rank's batches. Requesting the next batch commits the step of the batch before."""
         cursor, parts, num_steps, redraw, due = self.cursor, self.parts, self._num_steps, self._redraw, 0.0
         accumulate = parts.leg.rules.accumulate
-        drawn = cursor.drawn(parts.begin_pass, num_steps is None, accumulate > 1) if num_steps != 0 else iter(())
+        drawn = cursor.drawn(parts.check_start, num_steps is None, accumulate > 1) if num_steps != 0 else iter(())
         for batch, plan in planned(drawn, accumulate, num_steps):
             parts.open(plan, batch)
             has_batch = batch is not NO_BATCH
@@ -437,7 +437,10 @@ class StepLoop:
         """
         if self._restore_metrics is not None:
             self.leave_padding()
-        self.parts.commit(self.cursor.num_open > 0)
+        if self.cursor.num_batches_open:
+            self.parts.commit()
+        else:
+            self.parts.note_whole()
         self.cursor.commit()
         self.committed(is_last)
 

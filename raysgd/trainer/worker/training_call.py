@@ -69,7 +69,7 @@ class TrainingCall:
         answer: This rank's answer to the call. None until the rank has finished the call.
         gate: Agreement with the other ranks to stop the call between two steps.
         samples_before: Record of which samples were used before the call. None if this rank joined during the call.
-        began_at: Number to subtract from the cursor's `num_steps_completed` to get the number of completed steps of
+        began_at: Number to subtract from the cursor's `num_batches_completed` to get the number of completed steps of
             the call.
         cursor: The cursor from which the call takes its batches. None after `detach`.
         info: The `info` dictionary that is passed to the operator's `train_epoch`. Set before `train_epoch` starts.
@@ -123,7 +123,7 @@ class TrainingCall:
         if request.hold_at is not None and self.num_completed >= request.hold_at:
             # All ranks had stopped here, as planned, but one of them was lost before the driver had all answers.
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned=True)
-        hosted.feed.begin_again(request, share, self.progress.place)
+        hosted.feed.resume_call(request, share, self.progress.place)
         return self.train_on(hosted.feed.training(request, is_begun=True), request)
 
     def train_on(self, cursor: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
@@ -140,7 +140,7 @@ class TrainingCall:
         internals, is_alone = operator._raysgd, not hosted.world.is_distributed
         callbacks, has_stock_loop = internals.callbacks, parts.has_stock_loop
         self.info = {**request.info, **internals.info_of_call(request.num_steps, self.progress.epoch_idx)}
-        epoch_before, taken_before = feed.epoch, cursor.num_steps_taken
+        epoch_before, taken_before = feed.epoch, cursor.num_batches_taken
         self.attach(cursor)
         if request.hold_at is not None and request.hold_at > self.num_completed:
             self.gate = Gate(request.hold_at)
@@ -155,7 +155,7 @@ class TrainingCall:
                 stack.callback(setattr, self, "is_running", False)
                 stack.enter_context(hosted.ledger.call(parts.first_bin))
                 stack.enter_context(hosted.training(self, loop))
-                stack.enter_context(internals.in_call(parts.leg, self.meters, lost))
+                stack.enter_context(internals.in_call(self.meters, lost))
                 stack.callback(loop.leave_padding)
                 after = callbacks.after_batch(operator) if callbacks.are_there else None
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
@@ -166,12 +166,12 @@ class TrainingCall:
                 if callbacks.are_there:
                     stack.enter_context(callbacks.listening(operator))
                     callbacks.begin_epoch(self, operator)
-                    callbacks.begin_leg(operator, partial(self._where, cursor, request))
-                parts.commit()
+                    callbacks.note_leg(operator, partial(self._where, cursor, request))
+                parts.note_whole()
                 args, named = ([batches], given) if has_stock_loop else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
                 # A `break` may leave accumulated gradients. Step with them before their batches count as used.
-                parts.finish(cursor.num_steps_taken > taken_before)
+                parts.finish(cursor.num_batches_taken > taken_before)
                 loop.commit(is_last=True)
         except Held:
             is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
@@ -184,7 +184,7 @@ class TrainingCall:
                 cursor.commit()  # the optimizer has already stepped on the batch, so count the batch as used
             raise
         if not batches.was_touched and feed.epoch == epoch_before:
-            feed.begin_pass()  # the user's `train_epoch` has used other data, so nothing has counted this epoch yet
+            feed.count_pass()  # the user's `train_epoch` has used other data, so nothing has counted this epoch yet
         return self._end(returned, request, place=feed.place_of_call(cursor))
 
     def _where(self, cursor: Any, request: EpochRequest) -> dict[str, Any]:
@@ -294,13 +294,13 @@ class TrainingCall:
     def attach(self, cursor: Any) -> None:
         """Let the rest of the call take its batches from this cursor."""
         # `began_at` is set first, because another thread may read `num_completed`.
-        self.began_at, self.cursor = cursor.num_steps_completed - self.progress.num_steps, cursor
+        self.began_at, self.cursor = cursor.num_batches_completed - self.progress.num_steps, cursor
 
     @property
     def num_completed(self) -> int:
         """Number of steps of the call that all ranks have completed."""
         cursor = self.cursor  # read only once, because another thread uses this property and `detach` may intervene
-        return self.progress.num_steps if cursor is None else cursor.num_steps_completed - self.began_at
+        return self.progress.num_steps if cursor is None else cursor.num_batches_completed - self.began_at
 
     @property
     def num_steps_left(self) -> int | None:

@@ -84,7 +84,7 @@ class InstalledCallbacks:
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
 
-    def begin_leg(self, operator: Any, describe: Callable[[], Mapping[str, Any]]) -> None:
+    def note_leg(self, operator: Any, describe: Callable[[], Mapping[str, Any]]) -> None:
         """Call `_on_leg` of the callbacks when an epoch begins, and when a new group of workers continues the epoch.
 
         Args:

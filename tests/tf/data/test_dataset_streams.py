@@ -46,7 +46,7 @@ class Parts(StepParts):
         self._take_part(batch)
         return True
 
-    def commit(self, has_step: bool = False) -> None:
+    def commit(self) -> None:
         self._leg.confirm()
 
 
@@ -106,7 +106,7 @@ def test_a_batch_without_samples_is_not_handed_out() -> None:
         log.append(("handed out", batch, step.plan.is_padding))
         step.use()
     assert log == [("handed out", "real", False), ("taken", "padding", True)]
-    assert (step.num_samples, cursor.num_steps_completed, cursor.completed) == (None, 2, 4)
+    assert (step.num_samples, cursor.num_batches_completed, cursor.completed) == (None, 2, 4)
 
 
 class Votes:

@@ -36,7 +36,7 @@ def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_
     assert type(parts) is KerasParts
     feed = runner._hosted.feed
     runner.train_epoch(REQUEST)
-    parts.commit()
+    parts.note_whole()
     assert parts.is_whole
     runner._hosted.synchronizer.exchanges.num_completed += 1
     assert not parts.is_whole

@@ -19,7 +19,7 @@ def make_sampler(
 def test_batches_are_lists_of_plain_integers() -> None:
     for order in (SequentialOrder(4), ShuffledOrder(4), SamplerOrder([3, 2, 1, 0])):
         sampler = make_sampler(order)
-        sampler.begin_pass(0, seed=0)
+        sampler.plan_pass(0, seed=0)
         batches = list(sampler)
         assert len(batches) == 2
         assert all(type(batch) is list and all(type(index) is int for index in batch) for batch in batches)
@@ -38,17 +38,17 @@ def test_the_order_of_a_pass_is_drawn_once() -> None:
 
     sampler = make_sampler(Recorded())
     for pass_index, seed, consumed in [(0, 7, 0), (0, 7, 2), (1, 7, 0), (1, 8, 0)]:
-        sampler.begin_pass(pass_index, seed, consumed)
+        sampler.plan_pass(pass_index, seed, consumed)
     assert drawn == [(7, 0), (7, 1), (8, 1)]
 
 
 def test_an_iterator_belongs_to_the_pass_it_was_started_in() -> None:
     sampler = make_sampler(ShuffledOrder(8))
-    sampler.begin_pass(0, seed=0)
+    sampler.plan_pass(0, seed=0)
     expected = list(sampler)
     started, untouched = iter(sampler), iter(sampler)
     head = [next(started)]
-    sampler.begin_pass(1, seed=0, consumed=6)
+    sampler.plan_pass(1, seed=0, consumed=6)
     sampler.reshape(rank=1, world_size=2)
     assert head + list(started) == expected
     assert list(untouched) == expected
@@ -57,7 +57,7 @@ def test_an_iterator_belongs_to_the_pass_it_was_started_in() -> None:
 def test_length_is_that_of_the_pass_begun_else_of_a_whole_one() -> None:
     sampler = make_sampler(SequentialOrder(10))
     assert len(sampler) == 5
-    sampler.begin_pass(0, seed=0, consumed=7)
+    sampler.plan_pass(0, seed=0, consumed=7)
     assert len(sampler) == 2
     sampler.reshape(rank=2, world_size=3)
     assert sampler.plan is None
@@ -77,13 +77,13 @@ def test_by_hand_changes_nothing_about_the_passes() -> None:
     assert len(list(sampler)) == len(sampler) == 5
     assert sampler.plan is None
     for each in (sampler, untouched):
-        each.begin_pass(0, seed=7)
+        each.plan_pass(0, seed=7)
     assert list(sampler) == list(untouched)
 
 
 def test_an_impossible_batch_size_is_refused_and_changes_nothing() -> None:
     sampler = make_sampler(SequentialOrder(4))
-    sampler.begin_pass(0, seed=0)
+    sampler.plan_pass(0, seed=0)
     with pytest.raises(ValueError, match="must be"):
         sampler.reshape(0, 1, batch_size=0)
     assert list(sampler) == [[0, 1], [2, 3]]

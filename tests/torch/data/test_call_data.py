@@ -198,7 +198,7 @@ def test_every_sample_is_used_once_by_any_number_of_workers(size: int) -> None:
         for rank in range(size):
             found = call_data.divided(loader, rank, size, training=False)
             if isinstance(found, ShardedLoader):
-                found.sampler.begin_pass(0, seed=0)
+                found.sampler.plan_pass(0, seed=0)
                 found = found.loader
             seen += [float(row) for batch in found for row in batch[0][:, 0]]
         assert sorted(seen) == pytest.approx(sorted(X[:, 0]))

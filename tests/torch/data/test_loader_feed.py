@@ -199,7 +199,7 @@ class Pair(Strategy):
     def summation(self) -> Any:
         def start(numbers: torch.Tensor) -> Any:
             sampler = self.theirs._data_of("train").sampler  # type: ignore[union-attr]
-            sampler.begin_pass(0, REQUEST.seed)
+            sampler.plan_pass(0, REQUEST.seed)
             halves = divmod(sampler.fingerprint(), 2**20)
             return lambda: numbers.add_(torch.tensor([(half, half**2) for half in halves]))
 

@@ -152,7 +152,7 @@ def test_a_sampler_that_draws_tensors_of_indices_can_be_compared_with_itself() -
 def test_a_sampler_that_draws_less_than_it_announces_makes_a_shorter_pass() -> None:
     sampler = ElasticBatchSampler(SamplerOrder(Announces(9, 5)), 2, False, True, rank=0, world_size=1)
     assert len(sampler) == 5
-    assert sampler.begin_pass(0, seed=0).num_samples == 5
+    assert sampler.plan_pass(0, seed=0).num_samples == 5
     assert list(sampler) == [[0, 1], [2, 3], [4]]
     assert len(sampler) == 3
 

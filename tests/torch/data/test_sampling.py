@@ -130,10 +130,10 @@ def test_each_batch_of_a_batch_sampler_is_a_global_batch_where_these_stay(traini
         ranked = shard_loader(loader, rank=rank, world_size=2, training=training, rule=GlobalBatchRule())
         assert isinstance(ranked, ShardedLoader)
         assert len(ranked.sampler) == 3
-        plan = ranked.sampler.begin_pass(0, seed=0)
+        plan = ranked.sampler.plan_pass(0, seed=0)
         assert [plan.consumed_after(steps) for steps in range(4)] == [0, 5, 6, 8]
         found.append(list(ranked.sampler))
-        ranked.sampler.begin_pass(0, seed=0, consumed=5)
+        ranked.sampler.plan_pass(0, seed=0, consumed=5)
         assert list(ranked.sampler) == found[-1][1:]
     assert found == [[[8, 7, 6], [3], [2, 1]], [[5, 4], [3], [2, 1]] if training else [[5, 4]]]
 
@@ -142,7 +142,7 @@ def test_batches_of_one_sample_may_be_tensors() -> None:
     loader = DataLoader(Squares(3), batch_sampler=torch.tensor([2, 0, 1]).split(1))
     sharded = shard_loader(loader, rank=0, world_size=1, training=True, rule=GlobalBatchRule())
     assert isinstance(sharded, ShardedLoader)
-    sharded.sampler.begin_pass(0, seed=0)
+    sharded.sampler.plan_pass(0, seed=0)
     assert [batch.tolist() for batch, _ in sharded.loader] == [[2], [0], [1]]
 
 
@@ -181,7 +181,7 @@ def test_a_plain_batch_sampler_around_a_users_sampler_is_looked_through() -> Non
     loader = DataLoader(FOUR, batch_sampler=BatchSampler([3, 2, 1, 0], 3, drop_last=True))
     sharded = shard(loader, world_size=1)
     assert sharded.signature == "4 samples, sampler list, batch_size=3, drop_last=True"
-    sharded.sampler.begin_pass(0, seed=0)
+    sharded.sampler.plan_pass(0, seed=0)
     assert [indices.tolist() for indices, _ in sharded.loader] == [[3, 2, 1]]
 
 
@@ -250,20 +250,20 @@ def test_loader_processes_that_read_ahead_do_not_disturb_the_position() -> None:
     sharded = shard(loader, rank=0, world_size=2)
     order = list(ShuffledOrder(30).indices(seed=1, pass_index=0))
 
-    plan = sharded.sampler.begin_pass(0, seed=1)
+    plan = sharded.sampler.plan_pass(0, seed=1)
     assert len(sharded.loader) == 8
     head = [indices.tolist() for indices, _ in itertools.islice(sharded.loader, 2)]
     assert head == [order[0:2], order[4:6]]
 
     # The other rank is lost with batches in flight here; the rest of the pass is ours alone.
     sharded.sampler.reshape(rank=0, world_size=1)
-    plan = sharded.sampler.begin_pass(0, seed=1, consumed=plan.consumed_after(2))
+    plan = sharded.sampler.plan_pass(0, seed=1, consumed=plan.consumed_after(2))
     rest = [indices.tolist() for indices, _ in sharded.loader]
     assert rest == [order[at : at + 2] for at in range(8, 30, 2)]
     assert len(rest) == plan.num_batches(0)
 
     # And the same loader processes go on with the next pass.
-    sharded.sampler.begin_pass(1, seed=1)
+    sharded.sampler.plan_pass(1, seed=1)
     next_order = list(ShuffledOrder(30).indices(seed=1, pass_index=1))
     assert [index for indices, _ in sharded.loader for index in indices.tolist()] == next_order
 

@@ -171,7 +171,7 @@ def test_an_empty_source_ends_the_iteration_every_time(
     stream, _ = make_stream(make_source(0))
     for _ in range(2):
         assert list(take(stream, num_steps)) == []
-    assert stream.num_steps_taken == 0
+    assert stream.num_batches_taken == 0
 
 
 def test_no_steps_yield_nothing_and_lose_nothing(make_source: Callable[[int], LoaderSource]) -> None:
@@ -350,9 +350,9 @@ def test_a_step_is_completed_when_the_batch_after_it_is_asked_for() -> None:
     stream, _ = make_stream(divided_source(10))
     counts = []
     for _ in take(stream, 3):
-        counts.append((stream.num_steps_taken, stream.num_steps_completed))
+        counts.append((stream.num_batches_taken, stream.num_batches_completed))
     assert counts == [(1, 0), (2, 1), (3, 2)]
-    assert stream.num_steps_completed == 3
+    assert stream.num_batches_completed == 3
 
 
 @pytest.mark.parametrize("num_batches", [1, 4, 9, 10])
@@ -361,7 +361,7 @@ def test_the_batch_of_a_step_that_broke_off_is_handed_out_again(num_batches: int
     seen = taken(stream, num_batches)
     for _ in range(2):  # a second time changes nothing
         stream.break_off()
-    assert (stream.num_steps_taken, stream.num_steps_completed) == (num_batches - 1, num_batches - 1)
+    assert (stream.num_batches_taken, stream.num_batches_completed) == (num_batches - 1, num_batches - 1)
     assert (stream.is_mid_pass, stream.completed) == (True, num_batches - 1)
     assert seen[:-1] + numbers(take(stream, None)) == list(range(10))
     assert passes.num_begun == 1, "it is the same pass"
@@ -371,7 +371,7 @@ def test_breaking_off_between_two_steps_loses_nothing() -> None:
     stream, _ = make_stream(divided_source(10))
     list(take(stream, 4))
     stream.break_off()
-    assert (stream.completed, stream.num_steps_taken) == (4, 4)
+    assert (stream.completed, stream.num_batches_taken) == (4, 4)
     assert numbers(take(stream, None)) == [4, 5, 6, 7, 8, 9]
 
 
@@ -437,7 +437,7 @@ def test_between_two_steps_somebody_may_look_and_stop(make_source: Callable[[int
     looks: list[int] = []
 
     def look(is_last: bool) -> None:
-        looks.append(stream.num_steps_completed)
+        looks.append(stream.num_batches_completed)
         if len(looks) == 3:
             raise Stop
 

@@ -78,7 +78,7 @@ def parts_of(operator: Plain, undo: bool | None = None, parallel: Strategy | Non
     hooks.watch_last()
     parallel.sync.begin_leg((), may_run_backward=True, undo=made)
     made.open_call()
-    parts.commit()
+    parts.note_whole()
     return parts
 
 
@@ -91,7 +91,7 @@ def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing
     operator.sgd.step()
     assert not parts.is_whole
     assert not parts.can_restore(ValueError(), True)
-    parts.commit()
+    parts.note_whole()
     assert parts.is_whole
 
 
@@ -152,7 +152,7 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
         parts.leg.note_all_reduce()
         if not waits:
             operator.sgd.step()
-        parts.commit()
+        parts.note_whole()
         assert [each is not None for each in parts.waiting_parameters()] == [waits] * 2 * waits
         parts.leg.begin_batch(BETWEEN_BATCHES)
         operator.compute()
@@ -166,16 +166,16 @@ def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None
     parts = parts_of(operator)
     parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
-    parts.commit()
+    parts.note_whole()
     assert not parts.is_whole
     parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
     parts.leg.note_all_reduce()
-    parts.commit()
+    parts.note_whole()
     assert not parts.is_whole, "those of the batch before are among them"
     parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
-    parts.commit()
+    parts.note_whole()
     assert parts.is_whole
 
 
@@ -191,7 +191,7 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
         if exchanges:
             parts.leg.note_all_reduce()
         operator.sgd.step()
-        parts.commit()
+        parts.note_whole()
         assert parts.is_whole == exchanges
 
 
@@ -247,7 +247,7 @@ def test_in_a_step_of_an_optimizer_the_state_of_another_rank_is_tried_once() -> 
         operator.sgd.step()
         assert size_after(parts) is None
         assert size_after(parts) == "raised"
-        parts.commit(has_step=True)
+        parts.commit()
 
 
 def test_copies_that_lack_memory_are_a_reason_for_smaller_batches() -> None:

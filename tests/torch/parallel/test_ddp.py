@@ -167,7 +167,7 @@ def test_after_a_rewrap_what_a_model_trains_is_averaged_also_in_a_new_group(
         parallel.attach([model])
         parallel.sync.begin_leg([model], may_run_backward=True)
         assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
-        parallel.sync.leg.commit(has_step=True)
+        parallel.sync.check()
         assert model.module is layers
         reformed(parallel)
 
@@ -205,11 +205,11 @@ def test_a_step_that_trains_what_is_not_wrapped_is_an_error() -> None:
     parallel.attach(models)
     parallel.sync.begin_leg(models, may_run_backward=False)
     parallel.rewrap(models, is_agreed=True)
-    parallel.sync.leg.commit(has_step=True)
+    parallel.sync.check()
     for part in (layers[0], teacher):
         part.requires_grad_(True)
         with pytest.raises(ValueError, match=r"Call `self.rewrap\(\)` after you unfreeze"):
-            parallel.sync.leg.commit(has_step=True)
+            parallel.sync.check()
         part.requires_grad_(False)
 
 
@@ -231,7 +231,7 @@ def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
     parallel.sync.begin_leg([model], may_run_backward=True)
     reducer = model.reducer
     layers[0].requires_grad_(True)
-    parallel.sync.leg.commit(has_step=True)
+    parallel.sync.check()
     parallel.rewrap([model])
     assert model.reducer is reducer
 

@@ -91,7 +91,7 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="not at the same exchange"):
         gradient(parallel, model)
     with pytest.raises(dist.DistNetworkError, match="user code went on"):
-        parallel.sync.leg.commit(has_step=True)
+        parallel.sync.check()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 9])

@@ -43,7 +43,7 @@ class Group:
 
     def end_step(self) -> None:
         self.leg.record.check()
-        self.leg.commit()
+        self.leg.renew_record()
 
 
 @pytest.fixture

@@ -39,15 +39,15 @@ class Steps:
 
     def end(self) -> None:
         self.undo.forget(self.leg.record)
-        self.leg.commit()
+        self.leg.renew_record()
 
     def restore(self) -> None:
         self.undo.restore(self.leg.record)
-        self.leg.commit()
+        self.leg.renew_record()
 
     def can_restore(self, has_broken: bool) -> bool:
         if has_broken:
-            self.leg.record.note_loss(OSError("gone"))
+            self.leg.record.note_lost_connection(OSError("gone"))
         can_restore = self.undo.can_restore(self.leg.record)
         self.leg.record = self.leg.record.in_next_group()
         return can_restore

@@ -353,7 +353,7 @@ def test_a_step_waits_once_for_its_sums_and_again_for_those_of_user_code(
         bench.backward(1.0) if by_library else bench.parameter.sum().backward()
         num_started[0] += gathers
         bench.optimizer.step()
-        bench.sync.leg.commit()
+        bench.sync.leg.renew_record()
         return [*waits]
 
     assert took_step(by_library=True) == [0]

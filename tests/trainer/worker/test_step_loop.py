@@ -38,8 +38,11 @@ class Parts(StepParts):
     def open(self, plan: BatchPlan, batch: Any) -> None:
         self._leg.plan = plan
 
-    def commit(self, has_step: bool = False) -> None:
-        self.log.append(f"committed {has_step}")
+    def commit(self) -> None:
+        self.log.append("committed")
+
+    def note_whole(self) -> None:
+        self.log.append("whole")
 
 
 class Numbers(DataCursor):
@@ -47,7 +50,7 @@ class Numbers(DataCursor):
 
     completed = 0
 
-    def _begin_pass(self, consumed: int) -> Iterator[Any]:
+    def _open_source(self, consumed: int) -> Iterator[Any]:
         return map(step, self.source[consumed:])
 
 
@@ -98,14 +101,14 @@ def test_a_step_without_a_batch_counts_and_is_not_handed_out() -> None:
     loop, _ = counted([1, NO_BATCH])
     cursor = loop.cursor
     assert list(loop.batches()) == [1]
-    assert (cursor.num_steps_taken, cursor.num_steps_completed, cursor.is_mid_pass) == (2, 2, False)
+    assert (cursor.num_batches_taken, cursor.num_batches_completed, cursor.is_mid_pass) == (2, 2, False)
 
 
 def test_a_look_ahead_that_fails_loses_no_batch() -> None:
     class Flaky(Numbers):
         looks_ahead = True
 
-        def _begin_pass(self, consumed: int) -> Iterator[Any]:
+        def _open_source(self, consumed: int) -> Iterator[Any]:
             yield step(1)
             yield step(2)
             raise OSError("no file")
@@ -115,7 +118,7 @@ def test_a_look_ahead_that_fails_loses_no_batch() -> None:
     assert next(batches) == 1
     with pytest.raises(OSError, match="no file"):
         next(batches)
-    assert cursor.num_steps_taken == 1
+    assert cursor.num_batches_taken == 1
     assert list(StepLoop(cursor, Parts(), None).batches()) == [2]
 
 
@@ -125,13 +128,13 @@ def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> Non
             raise ConnectionError("noticed ahead of the batch")
 
     class One(Numbers):
-        def _begin_pass(self, consumed: int) -> Iterator[Any]:
+        def _open_source(self, consumed: int) -> Iterator[Any]:
             return iter([step(1, True)])
 
     cursor = One([], lambda: 0)
     with pytest.raises(ConnectionError):
         next(StepLoop(cursor, Broken(), None).batches())
-    assert (cursor.num_steps_completed, cursor.num_steps_taken) == (0, 0)
+    assert (cursor.num_batches_completed, cursor.num_batches_taken) == (0, 0)
     assert cursor.is_mid_pass, "also where it is the last of its pass"
 
 
@@ -140,7 +143,7 @@ def test_the_parts_are_told_when_a_step_is_done_and_when_no_batch_follows() -> N
     loop = StepLoop(Numbers([1, 2], lambda: 0), parts, 1, looks.append)
     assert list(loop.batches()) == [1]
     loop.commit(is_last=True)
-    assert parts.log == ["committed True", "no batch follows", "committed False"]
+    assert parts.log == ["committed", "no batch follows", "whole"]
     assert looks == [False, True]
 
 
