@@ -190,17 +190,6 @@ class TFHostedOperator(hosted.HostedOperator):
         """Do nothing. Keras models hold no reference to the group, so nothing needs an update."""
 
     @contextmanager
-    def training(self, call: Any, loop: StepLoop) -> Iterator[None]:
-        synchronizer, fit = self.synchronizer, self.feed.fit
-        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(self.ledger):
-            try:
-                with nullcontext() if fit is None else fit.calling(partial(loop.committed, False)):
-                    yield
-            finally:
-                synchronizer.step.forget()
-            global_metrics.merge_statistics(synchronizer.group, self.operator._models)
-
-    @contextmanager
     def evaluating(self) -> Iterator[KerasParts]:
         synchronizer, internals = self.synchronizer, self.operator._raysgd
         with synchronizer.exchanges.surfacing_errors():
@@ -381,6 +370,17 @@ class KerasParts(StepParts):
 
     def note_whole(self) -> None:
         self._num_exchanges = self._synchronizer.exchanges.num_completed
+
+    @contextmanager
+    def training(self, hosted: Any, call: Any, loop: StepLoop) -> Iterator[None]:
+        synchronizer, fit = self._synchronizer, self._feed.fit
+        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(hosted.ledger):
+            try:
+                with nullcontext() if fit is None else fit.calling(partial(loop.committed, False)):
+                    yield
+            finally:
+                synchronizer.step.forget()
+            global_metrics.merge_statistics(synchronizer.group, self._operator._models)
 
     def begin_call(self) -> None:
         self._synchronizer.exchanges.forget_call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader
 from raysgd.torch.hosting.torch_state import TorchState
 from raysgd.torch.hosting.torch_step import TorchParts, is_plain, make_undo
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
-from raysgd.torch.objects.criteria import refuse_sum
 from raysgd.torch.objects.hyperparameters import Hyperparameters
 from raysgd.torch.objects.modes import ModuleModes
 from raysgd.torch.objects.precision import make_precision
@@ -36,7 +35,7 @@ from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.torch.parallel.sync import DDPSync, GradientSync
 from raysgd.torch.parallel.tensors import sums_of
-from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
+from raysgd.torch.step.advice import with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import bind_batch_info
 from raysgd.trainer.messages.facts import RunnerFacts
@@ -45,14 +44,10 @@ from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, take_rank
-from raysgd.trainer.worker.step_loop import StepLoop, StepParts, StepRules
-from raysgd.trainer.worker.training_call import RowExchange
+from raysgd.trainer.worker.step_loop import StepParts, StepRules
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
-
-# Methods in which user code may call the criterion itself while it trains.
-_TRAINING_RUNGS = ("train_epoch", "train_batch", "prepare_batch", "forward", "backward", "optimizer_step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +89,6 @@ class TorchHostedOperator(HostedOperator):
         super().__init__(settings, world, feed, ledger)
         self._modes: ModuleModes | None = None  # train/eval modes to restore after an evaluation; None otherwise
         self._prediction: PredictionLoader | None = None
-        self._rows: RowExchange | None = None  # for the current worker group; None until needed
 
     def build(self) -> TorchFacts:
         settings, world, device = self.settings, self.world, self._device
@@ -276,69 +270,13 @@ class TorchHostedOperator(HostedOperator):
     def finish_regroup(self) -> None:
         self.parallel.reform()
 
-    @contextmanager
-    def training(self, call: Any, loop: StepLoop) -> Iterator[None]:
-        self.has_trained = True
+    def leave_evaluation(self) -> None:
+        """Restore the train/eval modes from before an evaluation, and release the data of a prediction."""
         if self._modes is not None:
-            self._modes.give_back()  # the train/eval modes from before the evaluation
+            self._modes.give_back()
         if self._prediction is not None:
             self._prediction.close()
         self._modes = self._prediction = None
-        internals, sync, share = self.internals, self.parallel.sync, None
-        parts, source, is_divided = self.parts, loop.cursor.source, self.feed.is_divided(loop.cursor)
-        # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
-        # rank's metrics.
-        if sync.shares_metrics and self.epoch_obstacle is None and is_divided:
-            exchange = self._row_exchange()
-            share = exchange and partial(call.share_metrics, exchange)
-        leg = parts.begin_leg(call.progress.epoch_idx, source, ledger=self.ledger, share=share)
-        if leg.rules.weighs and is_plain(self.operator, "train_epoch", "train_batch", "forward", "backward"):
-            refuse_sum(internals.criterion)
-        internals.loss_calls.makes_all = is_plain(self.operator, *_TRAINING_RUNGS)
-        noting = internals.loss_calls.on(internals.criterion, leg.weights.note_labels)
-        try:
-            may_repeat = self.world.is_distributed or parts.splits
-            can_continue = may_repeat and not (self.group_obstacle or self.epoch_obstacle)
-            parts.undo.open_call(can_continue and is_divided)
-            with leg.flight_recorder.of_call(), self._in_shares(call.progress.num_requested is None, source), noting:
-                yield
-            leg.weights.check_counted()
-        finally:
-            sync.set_plain_leg()
-
-    def _row_exchange(self) -> RowExchange | None:
-        """Return what sends metrics to the other ranks of this group; None if there is no mesh to send them over."""
-        group, size = mesh_group(), self.world.size
-        if group is None and size > 1:
-            return None
-        gather = _to_itself if group is None or size == 1 else group.gather
-        if self._rows is None or (self._rows.gather, self._rows.name) != (gather, self.name):
-            self._rows = RowExchange(self.name, gather)
-        return self._rows
-
-    def _in_shares(self, is_whole_pass: bool, source: Any) -> AbstractContextManager[Any]:
-        """Return a context manager that adds advice to PyTorch's errors while the call trains.
-
-        If global batches are split into shares of different sizes, also check that batch norms and all-gathers in user
-        code can work with the shares. For a single worker whose batches are not split, the context manager does
-        nothing.
-
-        Args:
-            is_whole_pass: True if the call takes the rest of the pass.
-            source: Source of the batches on which the call trains.
-        """
-        is_distributed = self.world.is_distributed
-        is_divided = source.is_divided and (is_distributed or self.parallel.sync.leg.rules.num_shards > 0)
-        if isinstance(source, DividedLoaderSource):
-            checks = is_divided and is_whole_pass
-            source.check_plan = partial(check_norms, self.internals.registered.wrapped) if checks else None
-        if not (is_distributed or is_divided):
-            return nullcontext()
-        stack, models, leg = ExitStack(), self.internals.registered.wrapped, self.parallel.sync.leg
-        stack.enter_context(with_advice(models, leg if is_divided else None))
-        if is_divided and is_distributed and not self.parallel.is_sharded:
-            stack.enter_context(comparing_sizes(lambda: leg.plan.weight != 1.0))
-        return stack
 
     @contextmanager
     def evaluating(self) -> Iterator[StepParts]:
@@ -414,10 +352,6 @@ class TorchHostedOperator(HostedOperator):
             return None
         data = self.internals.data
         return data.train if name == "train" else data.validation
-
-
-def _to_itself(row: Any) -> list[Any]:
-    return [row]  # a rank alone keeps its row, because others may join later
 
 
 def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> Strategy:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,22 +14,24 @@ from raysgd.core.arguments import is_integer
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections._origins import with_causes
 from raysgd.core.connections.mesh.mesh import NotAligned
-from raysgd.core.connections.torch import is_connection_error
+from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.core.engine.shared.types import StepLacksMemory, World
 from raysgd.core.memory import ran_out
 from raysgd.core.text.frames import defined_at
 from raysgd.torch.data.batches import count_samples
-from raysgd.torch.data.feed import LoaderSource, TorchFeed
+from raysgd.torch.data.feed import DividedLoaderSource, LoaderSource, TorchFeed
 from raysgd.torch.objects import metric_objects
-from raysgd.torch.parallel.record import StepRecord
+from raysgd.torch.objects.criteria import refuse_sum
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync, Leg
 from raysgd.torch.parallel.undo import Mode, Undo, lacks_memory
+from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.operator import is_stock
-from raysgd.trainer.worker.step_loop import StepParts, StepRules
+from raysgd.trainer.worker.step_loop import StepLoop, StepParts, StepRules
+from raysgd.trainer.worker.training_call import RowExchange
 
 logger = logging.getLogger(__name__)
 
@@ -36,45 +39,9 @@ logger = logging.getLogger(__name__)
 # Takes an operator and names of methods. True if `TrainingOperator` itself defines the methods that the operator uses.
 is_plain = partial(is_stock, of=TrainingOperator)
 
+# Methods in which user code may call the criterion itself while it trains.
+_TRAINING_RUNGS = ("train_epoch", "train_batch", "prepare_batch", "forward", "backward", "optimizer_step")
 _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
-
-
-class SoFar(NamedTuple):
-    """Facts that the committed steps of a call have shown.
-
-    Attributes:
-        has_averaged: True if gradients were averaged over the ranks.
-        has_stepped: True if an optimizer has stepped, with several ranks.
-        has_own_gradients: True if a later step uses gradients that only this rank has.
-    """
-
-    has_averaged: bool = False
-    has_stepped: bool = False
-    has_own_gradients: bool = False
-
-    def after(self, record: StepRecord, num_ranks: Callable[[], int], has_waiting: Callable[[], Any]) -> SoFar:
-        """Return what is known after another step.
-
-        Args:
-            record: What has happened in the step.
-            num_ranks: Function that returns the number of ranks.
-            has_waiting: Function that returns a true value if there are gradients with which no optimizer has stepped.
-        """
-        is_averaged = record.num_all_reduces > 0
-        return SoFar(
-            self.has_averaged or is_averaged,
-            self.has_stepped or (bool(record.stepped) and num_ranks() > 1),
-            (self.has_own_gradients or not is_averaged) and bool(has_waiting()),
-        )
-
-    @property
-    def ranks_are_apart(self) -> bool:
-        """True if the ranks' states differ, so that no new rank may copy them.
-
-        Either each rank has accumulated its own gradients, or user code steps without an all-reduce, so that the
-        weights diverge.
-        """
-        return self.has_own_gradients or (self.has_stepped and not self.has_averaged)
 
 
 class TorchParts(StepParts):
@@ -91,7 +58,6 @@ class TorchParts(StepParts):
 
     Attributes:
         splits: True to repeat a step in smaller batches if memory runs out.
-        so_far: What the committed steps of the call have shown.
     """
 
     _feed: TorchFeed
@@ -106,8 +72,11 @@ class TorchParts(StepParts):
         self._global_step = 0  # the operator's `global_step` at the last commit
         self.has_stock_loop = is_plain(operator, "train_epoch")
         self._may_run_backward = not is_plain(operator, "train_epoch", "train_batch", "backward")
-        self.so_far = SoFar()
+        # What the committed steps of the call have shown: gradients were averaged over the ranks; an optimizer has
+        # stepped, with several ranks; a later step uses gradients that only this rank has.
+        self._has_averaged = self._has_stepped = self._has_own_gradients = False
         self.splits = splits
+        self._rows: RowExchange | None = None  # for the current worker group; None until needed
         self._num_opened, self._lacked_in_step = 0, False  # samples of the latest batch; memory ran out in a step
 
     @property
@@ -157,9 +126,11 @@ class TorchParts(StepParts):
     @property
     def is_whole(self) -> bool:
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
-        # If the ranks are apart, the call is repeated from the snapshot. If the driver then finds that the weights
-        # differ, it raises.
-        return not self.so_far.ranks_are_apart and self.undo.can_restore(self.leg.record)
+        # The ranks are apart if each has accumulated its own gradients, or if user code steps without an all-reduce, so
+        # that the weights diverge. No new rank may copy such a state: the call is repeated from the snapshot. If the
+        # driver then finds that the weights differ, it raises.
+        are_apart = self._has_own_gradients or (self._has_stepped and not self._has_averaged)
+        return not are_apart and self.undo.can_restore(self.leg.record)
 
     def commit(self) -> None:
         if (sync := self._sync.leg.sync) is not None:
@@ -172,12 +143,16 @@ class TorchParts(StepParts):
         if record.saved is not None:
             undo.forget(record)
             if undo.mode != "never":
-                self.so_far = self.so_far.after(record, lambda: self._sync.num_ranks, undo.waiting_parameters)
+                is_averaged = record.num_all_reduces > 0
+                self._has_averaged |= is_averaged
+                self._has_stepped = self._has_stepped or (bool(record.stepped) and self._sync.num_ranks > 1)
+                had_own = self._has_own_gradients or not is_averaged
+                self._has_own_gradients = had_own and bool(undo.waiting_parameters())
 
     end_call = note_whole
 
     def note_restored(self) -> None:
-        self.so_far = SoFar(self.so_far.has_averaged)
+        self._has_stepped = self._has_own_gradients = False
         self._global_step = self._operator.global_step
         self.undo.note_restored()
         self.leg.renew_record()
@@ -198,13 +173,59 @@ class TorchParts(StepParts):
         return value
 
     def begin_call(self) -> None:
-        self.so_far = SoFar(has_own_gradients=self.so_far.has_own_gradients)
+        self._has_averaged = self._has_stepped = False
 
     @property
     def joint_work(self) -> JointWork | None:
         return self.leg.flight_recorder.work
 
     # ---------------------------------------------------------------------------------------- the steps of a call
+
+    @contextmanager
+    def training(self, hosted: Any, call: Any, loop: StepLoop) -> Iterator[None]:
+        hosted.has_trained = True
+        hosted.leave_evaluation()
+        internals, sync, source, share = self._internals, self._sync, loop.cursor.source, None
+        is_divided, may_continue = self._feed.is_divided(loop.cursor), hosted.epoch_obstacle is None
+        # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
+        # rank's metrics.
+        if sync.shares_metrics and may_continue and is_divided:
+            exchange = self._row_exchange(hosted)
+            share = exchange and partial(call.share_metrics, exchange)
+        leg = self.begin_leg(call.progress.epoch_idx, source, ledger=hosted.ledger, share=share)
+        if leg.rules.weighs and is_plain(self._operator, "train_epoch", "train_batch", "forward", "backward"):
+            refuse_sum(internals.criterion)
+        internals.loss_calls.makes_all = is_plain(self._operator, *_TRAINING_RUNGS)
+        models, is_distributed = internals.registered.wrapped, hosted.world.is_distributed
+        # True if global batches are split into shares, which may differ in size.
+        is_split = source.is_divided and (is_distributed or leg.rules.num_shards > 0)
+        if isinstance(source, DividedLoaderSource):
+            is_whole_pass = call.progress.num_requested is None
+            source.check_plan = partial(check_norms, models) if is_split and is_whole_pass else None
+        try:
+            may_repeat = may_continue and (is_distributed or self.splits) and not hosted.group_obstacle
+            self.undo.open_call(may_repeat and is_divided)
+            with ExitStack() as stack:
+                stack.enter_context(leg.flight_recorder.of_call())
+                if is_distributed or is_split:
+                    stack.enter_context(with_advice(models, leg if is_split else None))
+                if is_split and is_distributed and not hosted.parallel.is_sharded:
+                    stack.enter_context(comparing_sizes(lambda: leg.plan.weight != 1.0))
+                stack.enter_context(internals.loss_calls.on(internals.criterion, leg.weights.note_labels))
+                yield
+            leg.weights.check_counted()
+        finally:
+            sync.set_plain_leg()
+
+    def _row_exchange(self, hosted: Any) -> RowExchange | None:
+        """Return what sends metrics to the other ranks of this group; None if there is no mesh to send them over."""
+        group, size = mesh_group(), hosted.world.size
+        if group is None and size > 1:
+            return None
+        gather = _to_itself if group is None or size == 1 else group.gather
+        if self._rows is None or (self._rows.gather, self._rows.name) != (gather, hosted.name):
+            self._rows = RowExchange(hosted.name, gather)
+        return self._rows
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None, **options: Any) -> Leg:
         """Create the `Leg` for a call, or for the rest of a call after the worker group has changed.
@@ -324,3 +345,7 @@ def needs_copies(operator: TrainingOperator) -> Mode:
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return "all"
     return "learn" if own is None or not is_stock(operator, *_STEPPING_RUNGS) else "buffers"
+
+
+def _to_itself(row: Any) -> list[Any]:
+    return [row]  # a rank alone keeps its row, because others may join later

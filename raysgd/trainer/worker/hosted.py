@@ -28,7 +28,7 @@ from raysgd.trainer.worker.feed import DataFeed
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.replica_state import ReplicaState
-from raysgd.trainer.worker.step_loop import StepLoop, StepParts
+from raysgd.trainer.worker.step_loop import StepParts
 
 
 class HostedOperator(ABC):
@@ -178,15 +178,6 @@ class HostedOperator(ABC):
             time=self.ledger.reading(),
             joint_work=self.parts.joint_work,
         )
-
-    @abstractmethod
-    def training(self, call: Any, loop: StepLoop) -> AbstractContextManager[Any]:
-        """Return the context manager in which to run the operator's `train_epoch`.
-
-        Args:
-            call: The `TrainingCall`.
-            loop: The steps of the call.
-        """
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[StepParts]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -333,6 +334,16 @@ class StepParts:
         return None
 
     # ------------------------------------------------------------------------------------ around a call
+
+    def training(self, hosted: Any, call: Any, loop: StepLoop) -> AbstractContextManager[Any]:
+        """Return the context manager in which to run the operator's `train_epoch`.
+
+        Args:
+            hosted: The `HostedOperator`.
+            call: The `TrainingCall`.
+            loop: The steps of the call.
+        """
+        raise NotImplementedError
 
     def begin_call(self) -> None:
         """Called before a new training call, to discard what this object remembers about the previous call."""

@@ -154,7 +154,7 @@ class TrainingCall:
                 self.is_running = True
                 stack.callback(setattr, self, "is_running", False)
                 stack.enter_context(hosted.ledger.call(parts.first_bin))
-                stack.enter_context(hosted.training(self, loop))
+                stack.enter_context(parts.training(hosted, self, loop))
                 stack.enter_context(internals.in_call(self.meters, lost))
                 stack.callback(loop.leave_padding)
                 after = callbacks.after_batch(operator) if callbacks.are_there else None
