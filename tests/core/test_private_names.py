@@ -44,7 +44,7 @@ from raysgd.torch.data import sampling
 from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving, remade
 from raysgd.torch.parallel import strategy, undo
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
-from raysgd.torch.parallel.record import StepRecord
+from raysgd.torch.parallel.undo import StepRecord
 from raysgd.torch.step import advice
 from raysgd.train._torch import global_steps
 from raysgd.train.fit import fit_session

@@ -12,7 +12,7 @@ PARTS = ("torch", "trainer/worker", "tf/hosting", "tf/data")
 STEP = {"accumulation", "added", "batch", "cursor", "leg", "loop", "parts", "record", "flight_recorder", "saved"}
 """How the code calls the objects of a step."""
 
-OWN = {f"torch/parallel/{name}.py" for name in ("record", "sync", "undo", "weights")}
+OWN = {f"torch/parallel/{name}.py" for name in ("sync", "undo", "weights")}
 """Their classes. A `Leg` has its records, `Weights` an `Accumulation`, and `Undo` fills what it has saved."""
 
 

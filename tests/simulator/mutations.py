@@ -26,7 +26,8 @@ from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, Re
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.torch_step import TorchParts
-from raysgd.torch.parallel.undo import TensorCopies, Undo
+from raysgd.torch.parallel.copies import TensorCopies
+from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker import training_call
 from raysgd.trainer.worker.training_call import RankRows
 from tests.simulator.program import Program

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel.undo import TensorCopies
+from raysgd.torch.parallel.copies import TensorCopies
 
 NUM_STEPS, GLOBAL_BATCH, NUM_FEATURES = 6, 24, 3
 PLACES = ("forward", "backward", "copies", "optimizer")

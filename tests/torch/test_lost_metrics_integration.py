@@ -1,6 +1,6 @@
 """The metrics of a call that lost workers cover all samples that trained the weights.
 
-Covers `raysgd.torch.parallel.record`, which needs a group of several processes.
+Covers `raysgd.torch.parallel.undo`, which needs a group of several processes.
 """
 
 from __future__ import annotations

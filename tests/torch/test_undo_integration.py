@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel import record, sync
+from raysgd.torch.parallel import sync, undo
 from tests.helpers.doors import controller_of
 
 pytestmark = pytest.mark.integration
@@ -132,7 +132,7 @@ class QueuesSums(Mortal):
             self.at(WAITING)
             torch.distributed.barrier()
 
-        record.wait_for_collectives, sync.reachable = wait, lambda: torch.device("cpu")  # what is reached waits
+        undo.wait_for_collectives, sync.reachable = wait, lambda: torch.device("cpu")  # what is reached waits
         super().setup(config)
 
 

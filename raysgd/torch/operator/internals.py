@@ -25,8 +25,7 @@ from raysgd.torch.objects.precision import warn_of_short_weights
 from raysgd.torch.operator.batch_metrics import BatchMetrics
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
-from raysgd.torch.parallel.record import StepRecord
-from raysgd.torch.parallel.undo import Undo
+from raysgd.torch.parallel.undo import StepRecord, Undo
 from raysgd.torch.step.gradients import Gradients
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.operator import required

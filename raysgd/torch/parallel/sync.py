@@ -19,6 +19,9 @@ ranks. For small tensors, it is faster than gloo.
 # This module has no `from __future__ import annotations`, because PyTorch checks the annotations of a communication
 # hook and does not accept strings.
 
+import threading
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,16 +40,69 @@ from raysgd.core.connections.group import Array, Gather, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.core.numbers.time_spent import UNDO
-from raysgd.torch.parallel.record import BatchRecord, FlightRecorder, StepRecord
 from raysgd.torch.parallel.tensors import all_sum, reachable, repeat_first
-from raysgd.torch.parallel.undo import Undo
-from raysgd.torch.parallel.weights import UNSCALED, Weights
+from raysgd.torch.parallel.undo import StepRecord, Undo
+from raysgd.torch.parallel.weights import UNSCALED, BatchRecord, Weights
+from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import StepRules
 
 Pass = AbstractContextManager[Any]  # wraps a backward pass
 
 _NOTHING = nullcontext()
+_NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
+
+
+class FlightRecorder:
+    """Records this rank's all-reduces and steps in one call, to find ranks that do something else.
+
+    If a rank calls more or fewer collectives than the other ranks, its calls are matched with the wrong calls on those
+    ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. Therefore, each
+    rank sends this record in the heartbeats of a call and with the call's result, and the driver compares the records.
+    Any thread may read it.
+
+    Args:
+        number: Number of the call in this worker group, the same on all ranks. 0 before the first call, and if the
+            ranks may differ; nothing is recorded then.
+
+    Attributes:
+        number: Number of the call in this worker group.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self._changing = threading.Lock()
+        self._is_open, self._is_over = number > 0, False
+        self._counts: Counter[str] = Counter()
+        self._marks = deque([0], _NUM_MARKS)
+
+    def note(self, what: str) -> None:
+        """Record that this rank starts an action. All ranks must start the same actions in the same order.
+
+        Args:
+            what: Name of the action, such as "gradients were exchanged".
+        """
+        with self._changing:
+            if self._is_open:
+                self._counts[what] += 1
+                self._marks.append(zlib.crc32(what.encode(), self._marks[-1]))
+
+    @property
+    def work(self) -> JointWork | None:
+        """The recorded actions, in the form that is sent to the driver; None before the worker group's first call."""
+        with self._changing:
+            if not self.number:
+                return None
+            return JointWork(dict(self._counts), tuple(self._marks), self._is_over, self.number)
+
+    @contextmanager
+    def of_call(self) -> Iterator[None]:
+        """Record actions in the `with` block. If the block does not raise, mark the record as complete at its end."""
+        try:
+            yield
+            self._is_over = True
+        finally:
+            self._is_open = False
 
 
 class Leg:

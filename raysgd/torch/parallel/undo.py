@@ -1,4 +1,8 @@
-"""Undoes a batch that a failure interrupted: copies the state that a batch may change, and restores it afterwards.
+"""Undoes a step that a failure interrupted: copies the state that a step may change, and restores it afterwards.
+
+What has happened in the running step is in its `StepRecord`. A step is committed when the training code asks for the
+next batch, or ends. From then on, it is never undone, and a new `StepRecord` begins. The record of an interrupted step
+remains until the step is undone.
 
 A lost worker breaks the other ranks' gradient all-reduce in the middle of their batch. By then, the default training
 code has changed only the models' buffers, because its only all-reduce comes before its only optimizer step. Custom
@@ -10,32 +14,151 @@ restarts from the snapshot, the last state that the driver has.
 
 from __future__ import annotations
 
-import enum
+import copy
 import logging
 import math
-import random
-import types
-import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+import torch.distributed as dist
+from torch.distributed import DistNetworkError
 
+from raysgd.core.connections.torch import is_connection_error, is_group_broken, wait_for_collectives
 from raysgd.core.memory import ran_out
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
-from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.record import Saved, StepRecord
-from raysgd.torch.parallel.tensors import BITS
+from raysgd.torch.parallel.copies import ObjectCopies, TensorCopies, digest_of, digests_of, is_writable, kept
 
 logger = logging.getLogger(__name__)
 Mode = Literal["never", "off", "buffers", "learn", "all"]
+
+
+class Saved:
+    """The state from before a step of the optimizer.
+
+    Values of tensors are not in this object; `TensorCopies` has copies of them.
+
+    Args:
+        waiting: See the attribute.
+
+    Attributes:
+        waiting: Parameters that already had gradients when the step began, because no optimizer had stepped with these
+            gradients yet.
+        is_whole: True if all state was copied before the batch.
+        has_unknown: True if state that the batch may change cannot be copied.
+        restore: Functions that restore the state: objects, buffers, and the rest of what was copied.
+    """
+
+    def __init__(self, waiting: Sequence[torch.Tensor]) -> None:
+        self.waiting = waiting
+        self.is_whole = self.has_unknown = False
+        self.restore: list[Callable[[], object]] = []
+
+
+class StepRecord:
+    """A record of what has happened on this rank since the last commit.
+
+    Args:
+        error: See the attribute.
+
+    Attributes:
+        error: The first exception of a lost connection in an all-reduce, even if user code has caught it. None if all
+            connections are open, as far as is known.
+        saved: The state from before the step; None if no batch has begun since the last commit.
+        num_all_reduces: Number of all-reduces of gradients. If the gradients of one backward pass of a model are sent
+            in several all-reduces, only the last one counts.
+        is_averaged: True if an all-reduce came through, or still runs and will report a lost connection.
+        stepped: IDs of the optimizers that have started to step.
+        num_collectives: Number of collectives that had started in PyTorch's default process group when an optimizer
+            last started to step. None if no optimizer has stepped, or if the number is not needed.
+    """
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.saved: Saved | None = None
+        self.num_all_reduces, self.is_averaged = 0, False
+        self.stepped: set[int] = set()
+        self.num_collectives: float | None = None
+        self._awaited: float | None = None  # number of collectives that had started before the latest `wait`
+
+    def note_saved(self, saved: Saved) -> None:
+        """Record that the first batch of the step begins."""
+        self.saved, self.num_all_reduces = saved, 0
+
+    @contextmanager
+    def noting_lost_connections(self, is_lost: Callable[[BaseException], bool] = is_connection_error) -> Iterator[None]:
+        """Record the step's first connection error in the `with` block. Every exception is raised again."""
+        try:
+            yield
+        except Exception as error:  # communication raises different classes of exceptions in each backend
+            if is_lost(error):
+                self.note_lost_connection(error)
+            raise
+
+    def note_lost_connection(self, error: BaseException) -> None:
+        """Record that an all-reduce of the step failed because a connection was lost."""
+        self.error = self.error or error
+
+    def note_averaged(self) -> None:
+        """Record that an all-reduce came through, or has started and will report a lost connection."""
+        self.is_averaged = True
+
+    def note_step(self, optimizer: Any, counts_collectives: bool = False) -> None:
+        """Record that an optimizer starts to step."""
+        self.stepped.add(id(optimizer))
+        if counts_collectives and self.saved is not None:
+            self.num_collectives = _num_collectives()
+
+    def end_user_code(self) -> bool:
+        """Return True if collectives have started since the last `note_step` that counts them, and stop counting."""
+        number, self.num_collectives = self.num_collectives, None
+        return number is not None and number != _num_collectives()
+
+    def wait(self) -> None:
+        """Wait until the gradients are exchanged, and raise if that failed. Called before they are used in a step.
+
+        Do not wait again before another collective has started.
+        """
+        number = _num_collectives()
+        if number != self._awaited:
+            with self.noting_lost_connections():
+                wait_for_collectives()
+            self._awaited = number
+
+    def check(self) -> None:
+        """Raise if the step's gradients were not averaged, though user code may have caught the exception.
+
+        If a rank was lost after the all-reduces of the step, its gradients are the mean over all ranks.
+
+        Raises:
+            Exception: The first connection error. Its class depends on the backend.
+            DistNetworkError: No all-reduce came through in the step, and a connection to another rank has closed.
+        """
+        if self.error is not None:
+            raise self.error
+        if not self.is_averaged and is_group_broken():
+            raise DistNetworkError("the connection to another rank ended, and user code went on with the next batch")
+
+    def in_next_group(self) -> StepRecord:
+        """Return the same record for the next worker group, which no connection error of this group concerns."""
+        record = copy.copy(self)
+        record.error = None
+        return record
+
+
+def _num_collectives() -> float:
+    """Return how many collectives the library and user code have started in PyTorch's default group in this process.
+
+    Return NaN if this version of PyTorch does not count them. NaN differs from itself, so a caller that compares two
+    results finds that they differ.
+    """
+    # The type is Any, because PyTorch's type stubs lack the method that is called below.
+    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
 
 
 class _Watched:
@@ -349,83 +472,6 @@ def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
     return (parameter for group in groups for parameter in group["params"])
 
 
-class TensorCopies:
-    """Copies tensors, on the tensors' devices, and restores their values. Each batch reuses the copies' memory."""
-
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._data: list[torch.Tensor] = []  # original `.data` of each tensor; user code may replace it
-        self._copies: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def take_copies(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the tensors over the previous copies, and free the memory that is no longer needed."""
-        for index, tensor in enumerate(tensors):
-            kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]
-            if len({*kinds}) > 1 or len(kinds) == 1:
-                self._copies[index : index + 1] = [torch.empty_like(tensor, requires_grad=False)]
-        del self._copies[len(tensors) :]
-        _copy(self._copies, tensors)
-        self._tensors, self._data = tensors, [each.data for each in tensors]
-
-    def differ(self, first: Sequence[torch.Tensor]) -> bool:
-        """Return True if any tensor in `first` has changed since the last `take_copies`.
-
-        Args:
-            first: The first elements of the list that was passed to `take_copies`.
-        """
-        pairs = zip(first, self._copies, strict=False)
-        return not all(torch.equal(each, copy) for each, copy in pairs)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the values of the copied tensors. If user code replaced a tensor's `data`, first undo this."""
-        for tensor, data in zip(self._tensors, self._data, strict=True):
-            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
-                tensor.data = data
-        _copy(self._tensors, self._copies)
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy the values of `sources` to `targets`. On a GPU, tensors of the same dtype are copied together."""
-    kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
-    for pairs in kinds.values():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor object to restore later: the tensor itself, or a copy if it is sparse."""
-    return tensor.clone() if tensor is not None and tensor.layout != torch.strided else tensor
-
-
-def is_writable(tensor: torch.Tensor) -> bool:
-    """Return True if values can be written into a tensor, False if it is sparse or expanded."""
-    if tensor.layout != torch.strided:
-        return False
-    return all(stride > 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a digest of each tensor, to detect changes later."""
-    return [*map(digest_of, tensors)]
-
-
-def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a tensor's rows, with its bits read as integers.
-
-    Nearly any change of the tensor also changes one of the sums.
-    """
-    bits = tensor.detach()
-    if bits.is_complex():
-        bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
-    size = bits.element_size()
-    has_words = bits.ndim > 0 and bits.is_contiguous() and not bits.storage_offset() * size % 8
-    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else BITS[size]  # summing 8-byte words is faster
-    return bits.view(kind).sum(-1, dtype=torch.int64)
-
-
 def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
     """Return None if there is enough memory to copy all state; otherwise a description of the needed and free memory.
 
@@ -465,114 +511,3 @@ def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
     with suppress(OSError, ValueError):  # raised if the process is not in a container with a memory limit
         free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
     return free // num_sharing
-
-
-_OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler, types.SimpleNamespace)
-"""Classes whose state is in their attributes, although they say how they are pickled."""
-_CONSTANT = (
-    *(type(None), bool, int, float, complex, str, bytes, range, frozenset, enum.Enum, np.generic, np.dtype, type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, logging.Logger, weakref.ref),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
-)
-"""Types of objects that do not change, or whose changes do not matter to training."""
-
-
-class ObjectCopies:
-    """Copies objects in optimizers, schedulers and callbacks, and collects the tensors in them.
-
-    Copied are containers, NumPy arrays, random number generators, and objects whose whole state is in their attributes.
-
-    Args:
-        seen: IDs of objects to leave out.
-
-    Attributes:
-        tensors: The tensors in the objects. Their values are not copied here.
-        unknown: Class of an object whose state cannot be copied, such as an open file or a lock. None if there is none.
-    """
-
-    def __init__(self, seen: set[int]) -> None:
-        self._seen = seen
-        self._restore: list[Callable[[], object]] = []
-        self.tensors: list[torch.Tensor] = []
-        self.unknown: type | None = None
-
-    def copy(self, value: Any) -> None:
-        """Copy a nested value."""
-        if isinstance(value, _CONSTANT) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-        elif isinstance(value, torch.nn.Module):
-            self._copy_each([*value.parameters(), *value.buffers()])
-        elif isinstance(value, _OPEN):
-            self.copy(vars(value))
-        elif isinstance(value, dict | list | set | deque):
-            self._restore.append(partial(_refill, value, value.copy()))
-            self._copy_each(value.values() if isinstance(value, dict) else value)
-        elif isinstance(value, tuple):
-            self._copy_each(value)
-        elif isinstance(value, partial):
-            self._copy_each([value.func, *value.args, *value.keywords.values()])
-        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            if value.flags.writeable:
-                self._restore.append(partial(np.copyto, value, value.copy()))
-        elif (restore := _restore_of_generator(value)) is not None:
-            self._restore.append(restore)
-        elif (attributes := _attributes_of(value)) is not None:
-            self.copy(attributes)
-        else:
-            self.unknown = type(value)
-
-    def _copy_each(self, values: Any) -> None:
-        for each in values:
-            self.copy(each)
-
-    def restore(self) -> None:
-        """Restore everything that was copied."""
-        for restore in self._restore:
-            restore()
-
-
-def _refill(container: Any, content: Any) -> None:
-    if isinstance(container, list):
-        container[:] = content
-    elif isinstance(container, dict):
-        for name, value in content.items():  # without clearing the dict first: another thread may be reading it
-            container[name] = value
-        for name in container.keys() - content.keys():
-            del container[name]
-    else:
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(content)
-
-
-def _restore_of_generator(value: Any) -> Callable[[], object] | None:
-    """Return a function that restores the present state of a random number generator; None for other objects."""
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.RandomState):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    return None
-
-
-def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object if they are its whole state. Return None for other objects.
-
-    Objects of other kinds say how they are pickled, have slots, or are written in C, so that Python does not pickle
-    them.
-    """
-    kind, methods = type(value), ("__reduce_ex__", "__reduce__", "__getstate__")
-    if any(getattr(kind, name, None) is not getattr(object, name, None) for name in methods):
-        return None
-    if any(vars(each).get("__slots__") for each in kind.__mro__):
-        return None
-    try:
-        value.__reduce_ex__(4)
-    except TypeError:
-        return None
-    return getattr(value, "__dict__", {})

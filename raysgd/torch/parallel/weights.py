@@ -44,11 +44,55 @@ import torch
 from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
 from raysgd.core.numbers.metric_meters import as_weight
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
-from raysgd.torch.parallel.record import BatchRecord
 from raysgd.trainer.worker.step_loop import StepRules
 
 Run = Callable[[torch.Tensor], None]
 """Runs the backward pass of a loss."""
+
+
+class BatchRecord:
+    """A record of what user code and the library have done with the latest batch.
+
+    Args:
+        number: Number of batches that the training code has requested in this worker group's part of the call.
+        waits: True if the batch still needs a backward pass, and its weight matters.
+
+    Attributes:
+        number: See the argument; 0 before the first batch.
+        waits: See the argument.
+        had_backward: True if a backward pass was recorded.
+        with_gradients: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
+        skipped: IDs of the optimizers that must not step, because nothing counts in their gradients, or because a
+            callback leaves the step out.
+        is_left_out: True if a callback leaves the step out.
+        items: For each call of the criterion, over how many labels or other items it averaged.
+        uncounted: True if a loss ignored labels or weighted them unequally, and user code passed no weight. A tensor if
+            the value is on a GPU.
+        is_by_samples: True if a backward pass was weighted by the batch's number of samples.
+        has_shared_metrics: True if the batch's last gradients were sent to the other ranks, and metrics with them.
+        has_asked_to_step: With accumulation, True if `optimizer_step` was called for this batch.
+    """
+
+    def __init__(self, number: int = 0, waits: bool = False) -> None:
+        self.number, self.waits = number, waits
+        self.had_backward = self.is_by_samples = self.has_shared_metrics = self.has_asked_to_step = False
+        self.is_left_out = False
+        self.with_gradients: set[int] = set()
+        self.skipped: set[int] = set()
+        self.items: list[Any] = []
+        self.uncounted: Any = False
+
+    def leave_out(self) -> None:
+        """Record that a callback leaves the step out."""
+        self.is_left_out = True
+
+    def ask_to_step(self) -> None:
+        """Record that user code has called `optimizer_step`."""
+        self.has_asked_to_step = True
+
+    def forget_items(self) -> None:
+        """Let the criterion's calls from now on count for the next metrics of the batch."""
+        self.items = []
 
 
 class Scale(NamedTuple):

@@ -83,7 +83,7 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
         add_up_with = add_up
 
     monkeypatch.setattr("raysgd.torch.parallel.sync.mesh_group", Elsewhere)
-    monkeypatch.setattr("raysgd.torch.parallel.record.is_group_broken", lambda: True)
+    monkeypatch.setattr("raysgd.torch.parallel.undo.is_group_broken", lambda: True)
     parallel = DDP()
     model = parallel.wrap(a_model(), None, {})
     parallel.attach([model])

@@ -1,6 +1,6 @@
 """Objects that a batch changes are put back, or it is known that they cannot be.
 
-Covers `raysgd.torch.parallel.undo`.
+Covers `raysgd.torch.parallel.copies`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.torch.parallel.undo import ObjectCopies
+from raysgd.torch.parallel.copies import ObjectCopies
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.settings import TorchSettings
-from raysgd.torch.parallel import record
+from raysgd.torch.parallel import undo
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync, Leg
 from raysgd.torch.step.gradients import Gradients, backward_with
@@ -344,8 +344,8 @@ def test_a_step_waits_once_for_its_sums_and_again_for_those_of_user_code(
 ) -> None:
     bench, num_started, waits = Bench(), [0], list[int]()
     bench.sync.waits = True  # as over NCCL
-    monkeypatch.setattr(record, "_num_collectives", lambda: num_started[0])
-    monkeypatch.setattr(record, "wait_for_collectives", lambda: waits.append(num_started[0]))
+    monkeypatch.setattr(undo, "_num_collectives", lambda: num_started[0])
+    monkeypatch.setattr(undo, "wait_for_collectives", lambda: waits.append(num_started[0]))
 
     def took_step(*, by_library: bool, gathers: bool = False) -> list[int]:
         waits.clear()
