@@ -139,7 +139,7 @@ INSIDE = {
         "trainer",
     ),
     "trainer.worker": (
-        "feed ledger",
+        "feed ledger rank_rows",
         "replica_state step_loop",
         "worker_callbacks",
         "operator",

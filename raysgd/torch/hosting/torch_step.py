@@ -30,8 +30,8 @@ from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.operator import is_stock
+from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts, StepRules
-from raysgd.trainer.worker.training_call import RowExchange
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,6 @@ class TorchParts(StepParts):
         # stepped, with several ranks; a later step uses gradients that only this rank has.
         self._has_averaged = self._has_stepped = self._has_own_gradients = False
         self.splits = splits
-        self._rows: RowExchange | None = None  # for the current worker group; None until needed
         self._num_opened, self._lacked_in_step = 0, False  # samples of the latest batch; memory ran out in a step
 
     @property
@@ -187,16 +186,18 @@ class TorchParts(StepParts):
         hosted.leave_evaluation()
         internals, sync, source, share = self._internals, self._sync, loop.cursor.source, None
         is_divided, may_continue = self._feed.is_divided(loop.cursor), hosted.epoch_obstacle is None
+        is_distributed = hosted.world.is_distributed
+        group = mesh_group() if sync.shares_metrics and is_distributed else None
         # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
-        # rank's metrics.
-        if sync.shares_metrics and may_continue and is_divided:
-            exchange = self._row_exchange(hosted)
-            share = exchange and partial(call.share_metrics, exchange)
+        # rank's metrics. A rank alone keeps its row, because others may join later.
+        if sync.shares_metrics and may_continue and is_divided and (group is not None or not is_distributed):
+            gather = (lambda row: [row]) if group is None else group.gather
+            share = partial(call.share_metrics, RowExchange(hosted.name, gather))
         leg = self.begin_leg(call.progress.epoch_idx, source, ledger=hosted.ledger, share=share)
         if leg.rules.weighs and is_plain(self._operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         internals.loss_calls.makes_all = is_plain(self._operator, *_TRAINING_RUNGS)
-        models, is_distributed = internals.registered.wrapped, hosted.world.is_distributed
+        models = internals.registered.wrapped
         # True if global batches are split into shares, which may differ in size.
         is_split = source.is_divided and (is_distributed or leg.rules.num_shards > 0)
         if isinstance(source, DividedLoaderSource):
@@ -216,16 +217,6 @@ class TorchParts(StepParts):
             leg.weights.check_counted()
         finally:
             sync.set_plain_leg()
-
-    def _row_exchange(self, hosted: Any) -> RowExchange | None:
-        """Return what sends metrics to the other ranks of this group; None if there is no mesh to send them over."""
-        group, size = mesh_group(), hosted.world.size
-        if group is None and size > 1:
-            return None
-        gather = _to_itself if group is None or size == 1 else group.gather
-        if self._rows is None or (self._rows.gather, self._rows.name) != (gather, hosted.name):
-            self._rows = RowExchange(hosted.name, gather)
-        return self._rows
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None, **options: Any) -> Leg:
         """Create the `Leg` for a call, or for the rest of a call after the worker group has changed.
@@ -345,7 +336,3 @@ def needs_copies(operator: TrainingOperator) -> Mode:
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return "all"
     return "learn" if own is None or not is_stock(operator, *_STEPPING_RUNGS) else "buffers"
-
-
-def _to_itself(row: Any) -> list[Any]:
-    return [row]  # a rank alone keeps its row, because others may join later

@@ -113,11 +113,6 @@ class StepRecord:
         if counts_collectives and self.saved is not None:
             self.num_collectives = _num_collectives()
 
-    def end_user_code(self) -> bool:
-        """Return True if collectives have started since the last `note_step` that counts them, and stop counting."""
-        number, self.num_collectives = self.num_collectives, None
-        return number is not None and number != _num_collectives()
-
     def wait(self) -> None:
         """Wait until the gradients are exchanged, and raise if that failed. Called before they are used in a step.
 
@@ -408,7 +403,8 @@ class Undo:
 
         If it did, all state is copied before each later batch. Collectives after `see_return` come from the library.
         """
-        if record.end_user_code():
+        number, record.num_collectives = record.num_collectives, None
+        if number is not None and number != _num_collectives():
             self.copy_all()
 
     def forget(self, record: StepRecord) -> None:
