@@ -250,7 +250,7 @@ class TestTheEndOfARunOfAClassBasedTrainer:
 
     def test_an_error_is_shown_with_its_first_line(self, trainer: TorchTrainer, tmp_path: Path) -> None:
         with pytest.raises(CallbackError):
-            trainer.fit(3, callbacks=[InSecondEpoch(self.fail), Checkpointing()], folder=tmp_path)
+            trainer.fit(3, callbacks=[InSecondEpoch(self.fail), Checkpointing(tmp_path)])
         text = " ".join(status_of(tmp_path).split())
         assert "state: failed: CallbackError: The callback `InSecondEpoch` failed in `on_epoch_begin`: Value" in text
         assert "and more" not in text

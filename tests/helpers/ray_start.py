@@ -1,11 +1,11 @@
-"""How Ray starts in tests: it gives its processes 30 seconds, which a busy machine may exceed, and makes a token."""
+"""How Ray starts in tests: with few processes, for which it waits longer than 30 seconds, and with a token."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -20,8 +20,12 @@ VARIABLES = {
 
 @contextmanager
 def patient_ray() -> Iterator[None]:
-    """Nodes that start in the block are waited for as long as a test may take."""
+    """Nodes that start in the block are waited for as long as a test may take, and leave out what no test asks.
+
+    The server of the dashboard, the autoscaler and what reads log files take more than half of the CPU time of a start.
+    """
     from ray._private import services
+    from ray._private.node import Node
 
     get_node = services.get_node
 
@@ -35,5 +39,11 @@ def patient_ray() -> Iterator[None]:
                     raise
             time.sleep(0.1)
 
-    with mock.patch.object(services, "get_node", wait_for_node):
+    def leave_out(node: Node, **options: Any) -> None:
+        node._webui_url = ""
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(services, "get_node", wait_for_node))
+        for name in ("start_api_server", "start_monitor", "start_log_monitor"):
+            stack.enter_context(mock.patch.object(Node, name, leave_out))
         yield

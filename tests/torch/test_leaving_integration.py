@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from raysgd.core.numbers.results import CallProgress
 from raysgd.journal.journal import Journal
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.driver.fit_steps import StepReports
+from tests.helpers.doors import controller_of
+from tests.torch.gate import WaitsForSignal, waiting_for_signal
 from tests.torch.ledger import Ledger, uses
 from tests.torch.operators_for_tests import LinearOperator, OwnEpochOperator
 from tests.torch.streamed import StreamOperator
@@ -27,26 +31,60 @@ from tests.torch.streamed import StreamOperator
 pytestmark = pytest.mark.integration
 
 NUM_EPOCHS = 3
-CONFIG = {"num_samples": 192, "batch_size": 12, "step_s": 0.03}  # 16 steps an epoch
+CONFIG = {"num_samples": 192, "batch_size": 12}  # 16 steps an epoch
 
 
 class Told(Callback):
-    """Gets a signal for the program, once an epoch is so far, and may kill workers just before."""
+    """Gets a signal for the program in an epoch, behind a step at which workers wait, and may kill some just before."""
 
-    def __init__(self, epoch: int, step: int, kills: tuple[int, ...] = ()) -> None:
-        self.epoch, self.step, self.kills = epoch, step, kills
+    def __init__(
+        self,
+        epoch: int,
+        step: int,
+        kills: tuple[int, ...] = (),
+        *,
+        awaits_snapshot: bool = False,
+        steps_of_epoch: int = 16,
+    ) -> None:
+        self.epoch, self.step, self.kills, self.awaits_snapshot = epoch, step, kills, awaits_snapshot
+        self.num_steps = (epoch - 1) * steps_of_epoch + step
+        self._stack = ExitStack()
+
+    def on_run_begin(self, run: Run) -> None:
+        self.gate = self._stack.enter_context(waiting_for_signal(run.trainer, self.num_steps))
+
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        self._stack.close()
 
     def on_progress(self, run: Run, progress: CallProgress) -> None:
-        if run.epoch == self.epoch and progress.num_steps >= self.step and progress.kind == "train":
-            self.epoch = 0
-            if self.kills:
-                testing.kill_worker(run.trainer, self.kills)
-            signal.raise_signal(signal.SIGTERM)
+        if run.epoch != self.epoch or progress.num_steps < self.step or progress.kind != "train":
+            return
+        if self.awaits_snapshot and not controller_of(run.trainer).snapshots.is_inside:
+            return
+        self.epoch = 0
+        if self.kills:
+            testing.kill_worker(run.trainer, self.kills)
+            self.gate.unlink()
+        signal.raise_signal(signal.SIGTERM)
 
 
-def make(num_workers: int, operator_cls: Any = Ledger, **options: Any) -> TorchTrainer:
-    given = {"config": CONFIG, "split_batches": True, "num_cpus_per_worker": 0.5, "seed": 3, **options}
-    return TorchTrainer(training_operator_cls=operator_cls, num_workers=num_workers, **given)
+class GatedLedger(WaitsForSignal, Ledger): ...
+
+
+Make = Callable[..., TorchTrainer]
+
+
+@pytest.fixture(scope="module")
+def make(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Make a trainer whose workers can wait for the signal."""
+    gate = str(tmp_path_factory.mktemp("gate") / "gate")
+
+    def make(num_workers: int, operator_cls: Any = GatedLedger, **options: Any) -> TorchTrainer:
+        given = {"split_batches": True, "num_cpus_per_worker": 0.5, "seed": 3, **options}
+        config = {**options.get("config", CONFIG), "gate": gate}
+        return TorchTrainer(training_operator_cls=operator_cls, num_workers=num_workers, **{**given, "config": config})
+
+    return make
 
 
 def fit(trainer: TorchTrainer, folder: Path, *callbacks: Callback) -> History:
@@ -67,17 +105,18 @@ def told_of(history: History) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> History:
+def whole(make: Make, tmp_path_factory: pytest.TempPathFactory) -> History:
     """The run that nothing disturbs."""
     with make(2) as trainer:
         return fit(trainer, tmp_path_factory.mktemp("whole"))
 
 
-def test_a_run_goes_on_at_the_next_sample_with_any_number_of_workers(whole: History, tmp_path: Path) -> None:
+def test_a_run_goes_on_at_the_next_sample_with_any_number_of_workers(
+    make: Make, whole: History, tmp_path: Path
+) -> None:
     names = []
-    slow = {**CONFIG, "step_s": 0.1}  # on a busy machine, an epoch of faster steps may end before the ranks agree
     for num_workers, told in ((3, Told(1, 5)), (2, Told(2, 4)), (4, Told(3, 6))):
-        with make(num_workers, config=slow) as trainer:
+        with make(num_workers) as trainer:
             names.append(leave(trainer, tmp_path, told))
     assert [name[:16] for name in names] == ["epoch_0000_step_", "epoch_0001_step_", "epoch_0002_step_"]
     with make(2) as trainer:
@@ -90,7 +129,7 @@ def test_a_run_goes_on_at_the_next_sample_with_any_number_of_workers(whole: Hist
 
 @pytest.mark.parametrize("kills", [(1,), (0,)])
 def test_no_step_is_lost_where_a_worker_dies_beside_the_signal(
-    kills: tuple[int, ...], whole: History, tmp_path: Path
+    kills: tuple[int, ...], make: Make, whole: History, tmp_path: Path
 ) -> None:
     with make(2) as trainer:
         name = leave(trainer, tmp_path, Told(2, 6, kills))
@@ -104,10 +143,10 @@ def test_no_step_is_lost_where_a_worker_dies_beside_the_signal(
 
 @pytest.mark.parametrize("every", [None, 2], ids=["the last file", "the newest snapshot"])
 def test_what_the_driver_holds_is_written_where_all_workers_die(
-    every: int | None, whole: History, tmp_path: Path
+    every: int | None, make: Make, whole: History, tmp_path: Path
 ) -> None:
-    with make(2, recovery=Recovery(snapshot_every_n_steps=every), config={**CONFIG, "step_s": 0.15}) as trainer:
-        name = leave(trainer, tmp_path, Told(2, 9, (0, 1)))
+    with make(2, recovery=Recovery(snapshot_every_n_steps=every)) as trainer:
+        name = leave(trainer, tmp_path, Told(2, 9, (0, 1), awaits_snapshot=every is not None))
         assert not any(event.kind in ("restored", "continued") for event in trainer.history.events)
     assert name.startswith("epoch_0001_step_0000" if every else "epoch_0001.ckpt")
     with make(2) as trainer:
@@ -116,7 +155,9 @@ def test_what_the_driver_holds_is_written_where_all_workers_die(
     assert told_of(history) == told_of(whole)
 
 
-def test_saves_inside_epochs_survive_a_lost_worker_and_change_nothing(whole: History, tmp_path: Path) -> None:
+def test_saves_inside_epochs_survive_a_lost_worker_and_change_nothing(
+    make: Make, whole: History, tmp_path: Path
+) -> None:
     with make(2) as trainer:
         testing.kill_worker(trainer, 1, at="step:9")
         saving = Checkpointing(tmp_path, every_n_steps=5, keep_last=None)
@@ -145,7 +186,7 @@ class Steps(Callback):
 
 
 def test_the_last_step_is_in_the_records_of_a_run_that_is_left_where_a_worker_answers_late(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch, steps = StepReports.fetch, Steps()
 
@@ -167,7 +208,7 @@ def test_the_last_step_is_in_the_records_of_a_run_that_is_left_where_a_worker_an
     assert set(Journal(tmp_path).steps["weight"]) == {12.0}, "both workers have told of each step"
 
 
-class SlowValidation(Ledger):
+class SlowValidation(GatedLedger):
     def validate_batch(self, batch: Any, info: dict[str, Any]) -> Any:
         time.sleep(0.3)
         return super().validate_batch(batch, info)
@@ -197,7 +238,7 @@ class ToldInCallback(Callback):
 
 @pytest.mark.parametrize("told", [ToldInValidation, ToldInCallback])
 def test_an_epoch_that_the_driver_holds_is_not_lost_where_all_workers_die_behind_it(
-    told: type[Callback], whole: History, tmp_path: Path
+    told: type[Callback], make: Make, whole: History, tmp_path: Path
 ) -> None:
     with make(2, SlowValidation, recovery=Recovery(snapshot_every_s=0)) as trainer:
         assert leave(trainer, tmp_path, told()) == "epoch_0002.ckpt"
@@ -209,24 +250,21 @@ def test_an_epoch_that_the_driver_holds_is_not_lost_where_all_workers_die_behind
     assert history["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
 
 
-class SlowLinear(LinearOperator):
-    def optimizer_step(self) -> None:
-        super().optimizer_step()
-        time.sleep(0.05)
+class GatedLinear(WaitsForSignal, LinearOperator): ...
 
 
-def test_divided_models_are_left_at_a_step_too(ray_cluster: None, tmp_path: Path) -> None:
+def test_divided_models_are_left_at_a_step_too(make: Make, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "config": {"num_samples": 96, "optimizer": "adam"},  # 12 steps
         "strategy": "fsdp",
         "split_batches": False,
     }
-    with make(2, SlowLinear, **options) as trainer:
+    with make(2, GatedLinear, **options) as trainer:
         wanted = fit(trainer, tmp_path / "whole")
         state = trainer.state_dict()["models"][0]
-    with make(2, SlowLinear, **options) as trainer:
-        assert "_step_" in leave(trainer, tmp_path / "left", Told(2, 4))
-    with make(2, SlowLinear, **options) as trainer:
+    with make(2, GatedLinear, **options) as trainer:
+        assert "_step_" in leave(trainer, tmp_path / "left", Told(2, 4, steps_of_epoch=12))
+    with make(2, GatedLinear, **options) as trainer:
         history = fit(trainer, tmp_path / "left")
         found = trainer.state_dict()["models"][0]
     assert told_of(history) == told_of(wanted)
@@ -235,21 +273,18 @@ def test_divided_models_are_left_at_a_step_too(ray_cluster: None, tmp_path: Path
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=0)
 
 
-class SlowStream(StreamOperator):
-    def optimizer_step(self) -> None:
-        super().optimizer_step()
-        time.sleep(0.02)
+class GatedStream(WaitsForSignal, StreamOperator): ...
 
 
-def test_a_stream_goes_on_at_the_next_row(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_stream_goes_on_at_the_next_row(make: Make, tmp_path: Path) -> None:
     config = {"kind": "shuffled"}
-    with make(2, SlowStream, config=config) as trainer:
+    with make(2, GatedStream, config=config) as trainer:
         wanted = fit(trainer, tmp_path / "whole")
         state = trainer.state_dict()["models"][0]
-    for num_workers, told in ((2, Told(1, 8)), (3, Told(2, 8))):
-        with make(num_workers, SlowStream, config=config) as trainer:
+    for num_workers, told in ((2, Told(1, 8)), (3, Told(2, 8, steps_of_epoch=24))):
+        with make(num_workers, GatedStream, config=config) as trainer:
             leave(trainer, tmp_path / "left", told)
-    with make(2, SlowStream, config=config) as trainer:
+    with make(2, GatedStream, config=config) as trainer:
         history = fit(trainer, tmp_path / "left")
         found = trainer.state_dict()["models"][0]
     assert told_of(history) == told_of(wanted)
@@ -260,14 +295,14 @@ def test_a_stream_goes_on_at_the_next_row(ray_cluster: None, tmp_path: Path) -> 
 class SlowEpoch(OwnEpochOperator):
     def train_epoch(self, iterator: Any, info: dict[str, Any]) -> dict[str, Any]:
         def slowly() -> Any:
-            for batch in iterator:
-                time.sleep(0.1)
+            for number, batch in enumerate(iterator):
+                time.sleep(0.1 if number < 5 else 0.5)
                 yield batch
 
         return super().train_epoch(slowly(), info)
 
 
-def test_an_epoch_that_cannot_be_held_is_broken_off_at_once(ray_cluster: None, tmp_path: Path) -> None:
+def test_an_epoch_that_cannot_be_held_is_broken_off_at_once(make: Make, tmp_path: Path) -> None:
     with make(2, SlowEpoch, config={"num_samples": 400, "batch_size": 4}) as trainer:
         name = leave(trainer, tmp_path, Told(1, 4))
     assert name == "epoch_0000.ckpt", "the state before it, which the driver holds"
