@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.detached.programs import OPERATOR, Program
 from tests.helpers.forked import forks
-from tests.helpers.ray_start import VARIABLES
+from tests.helpers.ray_start import VARIABLES, patient_ray
 
 NUM_SAMPLES = 120
 STEP_S = 0.03
@@ -158,7 +158,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     os.environ["TMPDIR"], tempfile.tempdir = tempfile.mkdtemp(prefix="t-"), None
     with forks() as found:
-        with found.starting():
+        with found.starting(), patient_ray():
             ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         storm = Storm(str(ray.get_runtime_context().gcs_address), Path(tempfile.mkdtemp()), seed)
         kinds = chosen * (num_kills // len(chosen) + 1)

@@ -1,10 +1,11 @@
 """What programs ask for, as they stand, where Ray has some GPUs; a program of its own.
 
-    python -m tests.examples.on_gpus NUM_GPUS NAME...
+    python -m tests.examples.on_gpus 0,1,2 NAME...
 
 The machine needs no GPU: Ray is told that there are some, and PyTorch seems to see them, but only while the trainer
-chooses. Each program ends as soon as Ray has granted what it asks for. It prints a line of JSON for each program: its
-name, how many workers it asked for, with which resources, and over which backend they would have talked.
+chooses. Each program ends as soon as Ray has granted what it asks for. It prints a line of JSON for each
+number of GPUs and program: how many workers it asked for, with which resources, and over which backend they would have
+talked.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from raysgd.core.engine import placement
 from raysgd.torch.driver import arguments
 from raysgd.train._torch import process_group
 from tests.docs.test_docs import ROOT, program, python_blocks
+from tests.helpers.forked import lent_forks
+from tests.helpers.ray_start import patient_ray
 from tests.helpers.vision import put_torchvision
 
 SETUP = """
@@ -123,12 +126,12 @@ def run(name: str, num_gpus: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    num_gpus = int(sys.argv[1])
-    names = sys.argv[2:]
-    ray.init(num_cpus=8, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
-    for name in names:
-        print(json.dumps({"name": name, **run(name, num_gpus)}), flush=True)
-    ray.shutdown()
+    for num_gpus in map(int, sys.argv[1].split(",")):
+        with lent_forks().starting(), patient_ray():
+            ray.init(num_cpus=8, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
+        for name in sys.argv[2:]:
+            print(json.dumps({"num_gpus": num_gpus, "name": name, **run(name, num_gpus)}), flush=True)
+        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ SWITCH = "RAYSGD_FORKED_WORKERS"
 LENT = "RAYSGD_FORKED_BY"
 """The interpreter that the process which started this one lends it."""
 FOR_RAY = ("psutil", "yaml", "jsonschema", "requests", "msgpack", "filelock", "google.protobuf.descriptor_pb2")
-FOR_TORCH = ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "tqdm")  # the first optimizer imports the compiler
+FOR_TORCH = ("torch", "tqdm")
 FOR_KERAS = ("h5py", "IPython", "matplotlib.pyplot", "optree", "pandas", "rich.console", "scipy.stats", "sklearn.base")
 FOR_TENSORFLOW = ("tensorflow", *FOR_KERAS)
 

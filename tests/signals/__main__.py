@@ -468,7 +468,8 @@ def main() -> int:
 _RAY = """
 import ray, sys
 from tests.helpers.forked import lent_forks
-with lent_forks().starting():
+from tests.helpers.ray_start import patient_ray
+with lent_forks().starting(), patient_ray():
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()

@@ -19,6 +19,7 @@ from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
 from raysgd.core.numbers.results import CallProgress
 from raysgd.operators import GANOperator
 from tests.helpers.forked import lent_forks
+from tests.helpers.ray_start import patient_ray
 from tests.torch.streamed import StreamOperator
 
 NUM_SAMPLES, BATCH_SIZE, NUM_FEATURES = 240, 12, 4
@@ -186,7 +187,7 @@ def main() -> None:
     asked = parser.parse_args()
     folder = asked.folder
     own = {} if "RAY_ADDRESS" in os.environ else {"address": "local", "num_cpus": 4, "include_dashboard": False}
-    with lent_forks().starting():
+    with lent_forks().starting(), patient_ray():
         ray.init(log_to_driver=False, **own)  # type: ignore[arg-type]
     with TorchTrainer(
         training_operator_cls=OPERATORS[asked.kind],

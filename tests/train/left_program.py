@@ -9,13 +9,15 @@ import ray
 
 from raysgd.train import RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from tests.helpers.ray_start import patient_ray
 from tests.train.left_functions import fit_in_steps
 
 
 def main() -> None:
     """Fit until all steps are done, or a signal comes."""
     folder = Path(sys.argv[1])
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    with patient_ray():
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     run = folder / "runs" / "steps"
     if DataParallelTrainer.can_restore(run):
         trainer = DataParallelTrainer.restore(run)

@@ -22,6 +22,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import Rendezvous, World
 from tests.helpers.fakes import CountingReplica, NullConnection
+from tests.helpers.forked import lent_forks
 from tests.helpers.ray_start import patient_ray
 
 
@@ -84,7 +85,7 @@ def share_in_trial(of_bundles: Sequence[float]) -> float:
 
 def main() -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    with patient_ray():
+    with lent_forks().starting(), patient_ray():
         ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         first, second = tell(), tell()

@@ -24,6 +24,7 @@ from raysgd.core.engine.policies import ScalingPolicy
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from tests.helpers.fakes import CountingReplica, NullConnection, add
+from tests.helpers.forked import lent_forks
 from tests.helpers.ray_start import patient_ray
 
 CPUS_PER_NODE = 3
@@ -117,7 +118,7 @@ class Story:
 
 def main() -> None:
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "_system_config": FAST_HEALTH_CHECKS}
-    with patient_ray():
+    with lent_forks().starting(), patient_ray():
         cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         try:
