@@ -176,7 +176,7 @@ def test_ranks_answer_beside_their_work_without_those_that_are_late_and_say_how_
     wait_until(lambda: rig.group.poll(2, call).answered)
     assert rig.group.poll(2, call).value[0] == 2
     progress_reports = rig.group.tear_down([0, 2]).values
-    assert [(one.progress, one.words) for one in progress_reports] == [(4, "4 steps done")] * 2
+    assert [(one.position, one.words) for one in progress_reports] == [(4, "4 steps done")] * 2
     os.kill(rig.pids()[2], signal.SIGSTOP)
     rig.group.kill_rank(2)
     wait_until(lambda: not is_alive(rig.pids()[2]))
