@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Program:
         """Train on a batch; return its seconds, and those of the copy."""
         began = time.perf_counter()
         if self.undo is not None:
-            self.record.note_saved(self.undo.save())
+            self.record.note_saved(self.undo.save(nullcontext()))
         copied = time.perf_counter()
         features = self._features
         for model, optimizer in zip(self._models, self._optimizers, strict=True):
