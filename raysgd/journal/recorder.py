@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -91,25 +91,16 @@ class StepBlock:
         return self.steps, self.totals, self.weights, self.norms
 
 
-class _WaitingLine(NamedTuple):
-    """A report that a leg starts or that a step was left out, together with the number of the report."""
-
-    number: int
-    report: LegReport | LeftOutReport
-
-
 class _Waiting(NamedTuple):
     """The values of one step, some of which may still be on a GPU.
 
     Attributes:
-        number: Number of the report on this step.
         attempt: The attempt in which the step was taken.
         step: Number of the step.
         values: The loss and the weight of each batch of the step, one after another.
         norms: The norm of each optimizer's gradients.
     """
 
-    number: int
     attempt: Attempt
     step: int
     values: Sequence[Any]
@@ -132,12 +123,16 @@ class StepRecorder(WorkerCallback):
     def on_begin(self, operator: Any) -> None:
         self.name = uuid.uuid4().hex
         self._num_reports = 0
-        self._reports = deque[_WaitingLine | _Waiting]()
+        self._reports = deque[tuple[int, LegReport | LeftOutReport | _Waiting]]()
         self._removing = threading.Lock()  # two threads remove reports
         self.lost: tuple[int, int] | None = None
         self._attempt: Attempt = (0, 0)
         self._is_off = False
         self._begin_step()
+
+    def _add(self, report: LegReport | LeftOutReport | _Waiting) -> None:
+        self._num_reports += 1
+        self._reports.append((self._num_reports, report))
 
     def _begin_step(self) -> None:
         self._values: list[Any] = []
@@ -147,12 +142,10 @@ class StepRecorder(WorkerCallback):
         call, number = leg["attempt"]
         self._attempt, self._is_off = (call, number), leg["obstacle"] is not None
         self._begin_step()  # discard the values of an interrupted step, which is repeated
-        self._num_reports += 1
-        self._reports.append(_WaitingLine(self._num_reports, LegReport(self._attempt, leg)))
+        self._add(LegReport(self._attempt, leg))
 
     def _on_left_out(self, entry: Mapping[str, Any]) -> None:
-        self._num_reports += 1
-        self._reports.append(_WaitingLine(self._num_reports, LeftOutReport(self._attempt, entry)))
+        self._add(LeftOutReport(self._attempt, entry))
 
     def _on_norm(self, norm: Any) -> None:
         if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would need all ranks
@@ -164,20 +157,18 @@ class StepRecorder(WorkerCallback):
         if metrics is not None:
             self._values += _loss_of(metrics)
         if is_boundary:
-            self._num_reports += 1
-            step = operator.global_step + 1
             if len(self._reports) >= _MOST_WAITING:
                 self._discard_oldest_step()
-            self._reports.append(_Waiting(self._num_reports, self._attempt, step, self._values, self._norms))
+            self._add(_Waiting(self._attempt, operator.global_step + 1, self._values, self._norms))
             self._begin_step()
 
     def _discard_oldest_step(self) -> None:
         """Discard the oldest step that waits for the driver. Keep the starts of legs, because later steps need them."""
         with self._removing:
-            place = next((at for at, each in enumerate(self._reports) if isinstance(each, _Waiting)), None)
+            steps = ((at, each.step) for at, (_, each) in enumerate(self._reports) if isinstance(each, _Waiting))
+            place, step = next(steps, (None, 0))
             if place is None:
                 return
-            step = cast("_Waiting", self._reports[place]).step
             del self._reports[place]
         self.lost = (step, step) if self.lost is None else (min(self.lost[0], step), max(self.lost[1], step))
 
@@ -194,13 +185,13 @@ class StepRecorder(WorkerCallback):
             A pair: the number of the last returned report, or `after` if there are no new reports; and the reports.
         """
         with self._removing:
-            while self._reports and self._reports[0].number <= after:
+            while self._reports and self._reports[0][0] <= after:
                 self._reports.popleft()
-        waiting, found = list[Any](self._reports), list[Report]()
-        for are_steps, group in groupby(waiting, lambda each: isinstance(each, _Waiting)):
-            some = list(group)
-            found += [_as_block(some, to_floats)] if are_steps else [line.report for line in some]
-        return (waiting[-1].number if waiting else after), found
+        waiting, found = list(self._reports), list[Report]()
+        for are_steps, group in groupby((each for _, each in waiting), lambda each: isinstance(each, _Waiting)):
+            some: list[Any] = list(group)
+            found += [_as_block(some, to_floats)] if are_steps else some
+        return (waiting[-1][0] if waiting else after), found
 
 
 class News(NamedTuple):

@@ -227,7 +227,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         if num_workers <= max(ranks):
             return original(spec, num_workers)
         undo()
-        doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
+        doomed_spec = replace(spec, make_replica=functools.partial(_made_unless_doomed, spec.make_replica, ranks))
         doomed: WorkerGroup = original(doomed_spec, num_workers)
         doomed.standby._spec = spec  # replacement workers get the original spec, so they are not killed
         start = doomed.start
@@ -249,22 +249,11 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     _undo.setdefault(trainer, {})["setup"] = undo
 
 
-@dataclass(frozen=True)
-class _DyingMaker:
-    """Creates a worker's replica (the object that runs the user's code), or kills the worker's process instead.
-
-    Attributes:
-        make_replica: Function that creates the replica.
-        ranks: The ranks whose processes are killed.
-    """
-
-    make_replica: Callable[[World], Any]
-    ranks: tuple[int, ...]
-
-    def __call__(self, world: World) -> Any:
-        if world.rank in self.ranks:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.make_replica(world)
+def _made_unless_doomed(make_replica: Callable[[World], Any], ranks: Sequence[int], world: World) -> Any:
+    """Create a worker's replica (the object that runs the user's code), or kill the worker's process instead."""
+    if world.rank in ranks:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make_replica(world)
 
 
 def send_itself(number: int) -> None:
