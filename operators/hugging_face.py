@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import default_collate
 
-from raysgd.core.synonyms import HUGGING_FACE, instead_of
 from raysgd.operators import options
 from raysgd.operators.packing import IGNORED
 from raysgd.operators.supervised import SupervisedOperator
@@ -37,17 +36,34 @@ POSITIONS = "position_ids"
 ADAPTER = "adapter_model.safetensors"
 """File name under which PEFT saves an adapter."""
 
+_BATCH_SIZE = 'write `"batch_size"`; with `split_batches=True` it counts all workers'
+_PRECISION = 'pass `precision="bf16"`, or "fp16", to the trainer'
 _ARGUMENTS = {
-    "build_optimizer": "learning_rate optim adam_beta1 adam_beta2 adam_epsilon",
-    "build_scheduler": "lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio max_steps",
-    "forward": "label_smoothing_factor",
-    "": "num_train_epochs gradient_accumulation_steps per_device_train_batch_size per_device_eval_batch_size "
-    "max_grad_norm fp16 bf16 gradient_checkpointing",
+    "learning_rate": ("build_optimizer", 'write `"lr"`'),
+    "optim": ("build_optimizer", 'write `"optimizer"`'),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), ("build_optimizer", "override `build_optimizer`")),
+    "lr_scheduler_type": ("build_scheduler", 'write `"scheduler"`'),
+    "lr_scheduler_kwargs": ("build_scheduler", "override `build_scheduler`"),
+    "warmup_steps": ("build_scheduler", 'write `"num_warmup_steps"`'),
+    "warmup_ratio": ("build_scheduler", 'write the number of steps as `"num_warmup_steps"`'),
+    "max_steps": (
+        "build_scheduler",
+        'write `"num_training_steps"`, and call `trainer.fit(max_steps=...)`',
+    ),
+    "label_smoothing_factor": ("forward", "override `forward`"),
+    "num_train_epochs": ("", "`trainer.fit(5)` trains 5 epochs"),
+    "gradient_accumulation_steps": ("", "pass `accumulate_grad_batches=4` to the trainer"),
+    "per_device_train_batch_size": ("", _BATCH_SIZE),
+    "per_device_eval_batch_size": ("", 'omit it: the `"batch_size"` is that of the validation, too'),
+    "max_grad_norm": ("", "pass `clip_grad_norm=1.0` to the trainer"),
+    "fp16": ("", _PRECISION),
+    "bf16": ("", _PRECISION),
+    "gradient_checkpointing": ("", "pass `activation_checkpointing=True` to the trainer"),
 }
-"""Names from `transformers.TrainingArguments` that are rejected as config keys, by the method that would use the key.
+"""Names from `transformers.TrainingArguments` that are rejected as config keys.
 
-The names are accepted if the operator overrides this method, because the override may read them. No method would use
-those under "". `raysgd.core.synonyms` says what to write instead.
+For each name, a pair: the method that would use the key, or "" if there is none, and what to write instead. The key is
+accepted if the operator overrides this method, because the override may read the key.
 """
 
 
@@ -164,10 +180,9 @@ class HuggingFaceOperator(SupervisedOperator):
             ValueError: A config value is invalid, or a config key is an option of `transformers.TrainingArguments`.
             TypeError: A `build_...` method returned an object of the wrong type.
         """
-        for method, names in _ARGUMENTS.items():
+        for name, (method, advice) in _ARGUMENTS.items():
             is_overridden = method and getattr(type(self), method) is not getattr(HuggingFaceOperator, method)
-            for name in () if is_overridden else filter(config.__contains__, names.split()):
-                advice = instead_of(name, HUGGING_FACE)
+            if name in config and not is_overridden:
                 raise ValueError(f"`config[{name!r}]` is for `transformers.TrainingArguments`: {advice}.")
         super().setup(config)
         model = self._original_models[0]

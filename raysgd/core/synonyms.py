@@ -14,7 +14,7 @@ EARLY_STOPPING, CHECKPOINTING = "EarlyStopping", "Checkpointing"
 PLACES = (TORCH, KERAS, EARLY_STOPPING, CHECKPOINTING)
 """Names of the classes with advice of their own. `FUNCTION` stands for all trainers of training functions."""
 
-HUGGING_FACE, METHOD, OPERATOR = "HuggingFaceOperator", "method", "operator"
+METHOD, OPERATOR = "method", "operator"
 _IN_FUNCTION = "write it in the function, as in a program for one process"
 _CALLBACK = "callback"
 
@@ -47,8 +47,8 @@ def instead_of(name: str, place: str) -> str | None:
 
     Args:
         name: Name of the option.
-        place: Where the option was passed: `TORCH`, `KERAS`, `FUNCTION`, `EARLY_STOPPING`, `CHECKPOINTING` or
-            `HUGGING_FACE`. `METHOD` if it is a method of an operator. `OPERATOR` if it is the class of an object that
+        place: Where the option was passed: `TORCH`, `KERAS`, `FUNCTION`, `EARLY_STOPPING` or `CHECKPOINTING`.
+            `METHOD` if it is a method of an operator. `OPERATOR` if it is the class of an object that
             was passed as the operator, and the advice is then a sentence.
 
     Examples:
@@ -58,7 +58,7 @@ def instead_of(name: str, place: str) -> str | None:
         ('write `metric="val_loss", keep_best=3`', None)
     """
     line = _advice(name, place)
-    if line is None and place in (KERAS, FUNCTION, HUGGING_FACE) and (of_torch := _advice(name, TORCH)) is not None:
+    if line is None and place in (KERAS, FUNCTION) and (of_torch := _advice(name, TORCH)) is not None:
         return _IN_FUNCTION if place == FUNCTION else of_torch
     return line
 

@@ -17,7 +17,7 @@ from raysgd.train import CheckpointConfig, RunConfig
 
 TABLE = read_table(_synonyms.__file__)
 NAMES = sorted({name for names in TABLE for name in names.split()})
-OTHERS = (_synonyms.FUNCTION, "callback", _synonyms.HUGGING_FACE, _synonyms.METHOD, _synonyms.OPERATOR)
+OTHERS = (_synonyms.FUNCTION, "callback", _synonyms.METHOD, _synonyms.OPERATOR)
 PLACES = (*_synonyms.PLACES, *OTHERS)
 
 
