@@ -16,7 +16,7 @@ import raysgd
 from raysgd import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
 from tests.detached.programs import OPERATOR, Program
-from tests.helpers.processes import is_alive
+from tests.helpers.processes import is_alive, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -161,26 +161,37 @@ def test_what_it_prints_and_logs_appears_in_the_program(program: Program) -> Non
 
 def test_ctrl_c_ends_the_call_and_not_the_trainer(program: Program, log: Path) -> None:
     program.run("slow = trainer.apply_all_operators(pace(0.2))")
-    size = log.stat().st_size
+    size, gate = log.stat().st_size, Path(f"{log}.wait")
+    gate.touch()  # no step ends while it is there
     program.begin("trainer.train()")
-    while log.stat().st_size == size:
-        time.sleep(0.01)
+    wait_until(lambda: log.stat().st_size > size)
     program.interrupt()
+    gate.unlink()
     found = program.found()
     assert found["error"][0] == "KeyboardInterrupt", found["text"]
     program.run("fast = trainer.apply_all_operators(pace(0.0))")
     assert program.run("trainer.validate()['num_samples']") == 40
 
 
+OPENS_ONCE_TOLD = """
+import os, raysgd, sys, threading, time
+
+def open_once_told(gate, printed):
+    while "is busy" not in printed.getvalue():
+        time.sleep(0.01)
+    os.unlink(gate)
+"""
+
+
 def test_calls_of_two_programs_take_turns_and_the_second_is_told(program: Program, address: str, log: Path) -> None:
-    program.run("slow = trainer.apply_all_operators(pace(0.05))")
     with Program(address) as other:
-        other.run("import raysgd; trainer = raysgd.attach('run')")
-        size = log.stat().st_size
+        other.run(f"{OPENS_ONCE_TOLD}\ntrainer = raysgd.attach('run')")
+        size, gate = log.stat().st_size, Path(f"{log}.wait")
+        gate.touch()  # no step ends while it is there
         program.begin("trainer.train()['num_samples']")
-        while log.stat().st_size == size:
-            time.sleep(0.01)
-        other.begin("trainer.validate()['num_samples']")
+        wait_until(lambda: log.stat().st_size > size)
+        opens = f"threading.Thread(target=open_once_told, args=({str(gate)!r}, sys.stdout)).start()"
+        other.begin(f"{opens}\ntrainer.validate()['num_samples']")
         second, first = other.found(), program.found()
         assert [first["value"], second["value"]] == [40, 40]
         assert "detached trainer `run` is busy: `train` of" in second["printed"]
@@ -188,7 +199,6 @@ def test_calls_of_two_programs_take_turns_and_the_second_is_told(program: Progra
         assert other.run("trainer.pending()") is None
         other.run("del trainer")
         assert program.run("len(raysgd.detached_trainers()[0].programs)") == 1
-    program.run("fast = trainer.apply_all_operators(pace(0.0))")
 
 
 def test_what_cannot_work_is_refused(program: Program) -> None:

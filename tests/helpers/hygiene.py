@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 60.0
+PATIENCE_S, COLLECTS_AFTER_S = 60.0, 0.3
 OWN_FILES = "raysgd"
 
 # Set by other software when it is imported or started, once and for the whole process.
@@ -115,9 +115,10 @@ class RaySurroundings:
 
 
 def _after_a_while(leaks: Callable[[], list[str]]) -> list[str]:
-    deadline = time.monotonic() + PATIENCE_S
-    while (found := leaks()) and time.monotonic() < deadline:
-        gc.collect()  # handles in reference cycles, such as tracebacks, keep actors alive
+    began = time.monotonic()
+    while (found := leaks()) and time.monotonic() < began + PATIENCE_S:
+        if time.monotonic() > began + COLLECTS_AFTER_S:  # it takes a core for a good while
+            gc.collect()  # handles in reference cycles, such as tracebacks, keep actors alive
         time.sleep(0.05)
     return found
 

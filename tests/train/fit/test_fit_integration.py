@@ -143,7 +143,7 @@ class TestReportsAhead:
         found: list[int] = []
 
         def stop(trial_id: str, metrics: dict[str, Any]) -> bool:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while not found and not (tmp_path / "flag-0-19").exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
             found.append(len(list(tmp_path.glob("flag-0-*"))))
