@@ -267,7 +267,11 @@ def main() -> None:
     parser.add_argument("leaves", nargs="*", metavar="LEAF", help=f"one of {', '.join(LEAVES)}; default: all")
     parser.add_argument("--together", action="store_true", help="delete all of them, and run the tests once")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--list", action="store_true", help="name the leaves, and run nothing")
     arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(LEAVES))
+        return
     if unknown := {*arguments.leaves} - LEAVES.keys():
         parser.error(f"no leaf: {', '.join(sorted(unknown))}. There are {', '.join(LEAVES)}.")
     chosen = arguments.leaves or list(LEAVES)
