@@ -202,7 +202,7 @@ def test_a_step_that_one_rank_alone_leaves_out_is_an_error_and_no_hang(
     tmp_path: Path, place: str, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tmp_path, saves=True, has_two=True, leaves_out=(place, number))
-    returned, reports, kinds = run(tmp_path, config, (1, 2), TorchConfig(timeout_s=20))
+    returned, reports, kinds = run(tmp_path, config, (1, 2), TorchConfig(timeout_s=60))
     assert kinds == ["started", "restored"]
     assert "the survivors cannot continue by themselves: not all workers take this step" in caplog.text
     assert [epoch for epoch, _ in reports] == [*range(NUM_EPOCHS)]

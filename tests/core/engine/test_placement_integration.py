@@ -102,10 +102,10 @@ def test_a_reservation_takes_what_it_says_and_gives_it_back(
 
 def test_the_view_says_when_something_was_given_back_that_is_not_free_yet(ray_cluster: None) -> None:
     reservation = Reservation(Resources(num_cpus=1.5), 2)
-    reservation.wait(20)
+    reservation.wait(60)
     wait_until(lambda: any(name.startswith("bundle_group_") for name in ray.available_resources()))
     assert not cluster_view().nodes[0].is_settling
-    reservation.close(10)
+    reservation.close(60)
 
     def is_free() -> bool:
         [node] = cluster_view().nodes
