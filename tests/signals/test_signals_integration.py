@@ -69,7 +69,12 @@ def test_a_program_under_timeout_is_done_some_day_and_is_the_one_that_ran_in_pea
 @pytest.mark.program
 @pytest.mark.parametrize(
     ("is_frozen", "gone_s", "more"),
-    [(True, 0.0, []), (True, 4.0, []), (False, 4.0, []), (False, 4.0, ["--use-local"])],
+    [
+        (True, 0.0, []),
+        pytest.param(True, 4.0, [], marks=pytest.mark.soak),  # each of the two is in another case
+        (False, 4.0, []),
+        (False, 4.0, ["--use-local"]),
+    ],
     ids=["at once", "frozen before", "gone before", "gone before, with a worker in the driver"],
 )
 def test_what_the_driver_holds_is_saved_where_ray_is_gone(
