@@ -7,6 +7,7 @@ framework. A whole trainer over simulated workers is in `tests/core/engine/train
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -203,10 +204,10 @@ def status_of(
 ) -> TrainerStatus:
     """The status of a trainer that wants three workers and takes no snapshots by itself."""
     controller: Any = SimpleNamespace(
-        monitor=None,
+        monitor=SimpleNamespace(is_on=False),
         history=history,
         has_session_ended=has_session_ended,
-        is_stopped=False,
+        stopped=threading.Event(),
         group=SimpleNamespace(infos=infos, standby=SimpleNamespace(num_ready=num_spares)),
         scaling=SimpleNamespace(max_workers=3),
         snapshots=no_snapshots() if snapshots is None else snapshots,
