@@ -641,8 +641,8 @@ MUTATIONS = (
     Mutation(
         "a validation whose spare is gone is not run again", ElasticController, "run_on_spare", _is_run_once, (11,)
     ),
-    Mutation("a batch that broke off is not undone", TorchParts, "restore", nothing, (92,)),
-    Mutation("a batch counts as undone that was not copied", Undo, "can_restore", always(True), (501,)),
+    Mutation("a batch that broke off is not undone", TorchParts, "undo_step", nothing, (92,)),
+    Mutation("a batch counts as undone that was not copied", Undo, "can_undo", always(True), (501,)),
     Mutation("weights are not put back", TensorCopies, "restore", nothing, (92,)),
     Mutation("a batch is undone as far as the first one", TorchParts, "commit", nothing, (52,)),
     Mutation("a call that was not begun is answered by the one before", SimReplica, "walk", _begins_late, (157,)),

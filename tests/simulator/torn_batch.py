@@ -67,7 +67,7 @@ class TornBatch:
     def open_call(self) -> None:
         self._sync.begin_leg((), may_run_backward=True, undo=self._undo)
         self._undo.open_call()
-        self._parts.note_whole()
+        self._parts.note_committed()
 
     def begin(self) -> None:
         """A batch begins."""
@@ -81,20 +81,20 @@ class TornBatch:
         self._optimizers[number].step()
 
     def end(self) -> None:
-        self._parts.note_whole()
+        self._parts.note_committed()
 
     @property
     def is_whole(self) -> bool:
-        return self._parts.is_whole
+        return self._parts.can_be_source
 
     def leave_group(self) -> None:
-        if self._parts.is_whole:
-            self._parts.restore()
+        if self._parts.can_be_source:
+            self._parts.undo_step()
 
     def break_off(self, num_steps: int) -> None:
         """The user's code raised on the only rank: a batch is undone, or stays as it is if it cannot be."""
-        if self._parts.can_restore(ValueError(), True):
-            self._parts.restore()
+        if self._parts.can_undo_now(ValueError(), True):
+            self._parts.undo_step()
         else:
             self.restore(num_steps)
 
@@ -110,4 +110,4 @@ class TornBatch:
         with torch.no_grad():
             second.fill_(num_steps)
         self._optimizers[0].state[first]["step"].fill_(num_steps)
-        self._parts.note_restored()
+        self._parts.note_loaded()

@@ -208,7 +208,7 @@ class FitFeed(TFFeed):
 
     def break_off(self) -> None:
         self.fit.break_off()
-        self._synchronizer.undo.restore()
+        self._synchronizer.undo.undo_step()
 
     def progress_text(self) -> str:
         place = self.fit.state()

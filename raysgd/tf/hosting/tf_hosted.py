@@ -361,14 +361,14 @@ class KerasParts(StepParts):
         return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
     @property
-    def is_whole(self) -> bool:
+    def can_be_source(self) -> bool:
         return self._synchronizer.exchanges.num_completed == self._num_exchanges
 
     def commit(self) -> None:
-        self.note_whole()
+        self.note_committed()
         self._leg.confirm()
 
-    def note_whole(self) -> None:
+    def note_committed(self) -> None:
         self._num_exchanges = self._synchronizer.exchanges.num_completed
 
     @contextmanager
@@ -399,7 +399,7 @@ class FitParts(KerasParts):
     _feed: FitFeed
 
     @property
-    def is_whole(self) -> bool:
+    def can_be_source(self) -> bool:
         return self._feed.fit.is_whole
 
     def begin_call(self) -> None:

@@ -396,7 +396,7 @@ class StepUndo:
     def _is_interrupted(self) -> bool:
         return self._is_open is not None and bool(self._is_open.numpy())
 
-    def restore(self) -> None:
+    def undo_step(self) -> None:
         """Restore the weights if a step was interrupted before its all-reduce was done."""
         if self._is_interrupted:
             for weight, copy in self._copies.values():

@@ -231,7 +231,7 @@ class TorchHostedOperator(HostedOperator):
                 bind_batch_info(operator.train_batch)(batch[0], info)
         finally:
             metric_objects.reset(operator, self.internals.registered)
-            self.parallel.sync.set_plain_leg()
+            self.parallel.sync.end_leg()
 
     @property
     def group_obstacle(self) -> str | None:
@@ -289,9 +289,9 @@ class TorchHostedOperator(HostedOperator):
         sync = self.parallel.sync
         try:
             with self.parallel.evaluating(registered.wrapped), noting, with_advice(registered.wrapped):
-                yield StepParts(self.feed, sync.set_plain_leg(StepRules()))
+                yield StepParts(self.feed, sync.end_leg(StepRules()))
         finally:
-            sync.set_plain_leg()
+            sync.end_leg()
             modes.note()
 
     @contextmanager

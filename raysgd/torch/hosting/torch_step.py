@@ -47,7 +47,7 @@ _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 class TorchParts(StepParts):
     """PyTorch's part of the steps of one operator. What happens in a step is in the `record` of its `Leg`.
 
-    Before a step is committed, the operator's `global_step` already includes it, but `restore` can still undo it.
+    Before a step is committed, the operator's `global_step` already includes it, but `undo_step` can still undo it.
 
     Args:
         operator: Operator that trains.
@@ -117,27 +117,27 @@ class TorchParts(StepParts):
         where = "in the step of an optimizer" if has_stepped else "if a batch cannot be divided"
         error.args = (f"{error} Smaller batches do not help {where} (samples at once: {self._num_opened}).",)
 
-    def can_restore(self, error: BaseException, is_alone: bool) -> bool:
+    def can_undo_now(self, error: BaseException, is_alone: bool) -> bool:
         record = self.leg.record
-        can_restore = (record.saved is not None and record.saved.is_whole) or not record.stepped
-        return can_restore and (is_alone or not self._is_lost(error))
+        can_undo = (record.saved is not None and record.saved.copied_all) or not record.stepped
+        return can_undo and (is_alone or not self._is_lost(error))
 
     @property
-    def is_whole(self) -> bool:
+    def can_be_source(self) -> bool:
         """True if the current state is the result of completed steps only, or can be restored to such a state."""
         # The ranks are apart if each has accumulated its own gradients, or if user code steps without an all-reduce, so
         # that the weights diverge. No new rank may copy such a state: the call is repeated from the snapshot. If the
         # driver then finds that the weights differ, it raises.
         are_apart = self._has_own_gradients or (self._has_stepped and not self._has_averaged)
-        return not are_apart and self.undo.can_restore(self.leg.record)
+        return not are_apart and self.undo.can_undo(self.leg.record)
 
     def commit(self) -> None:
         if (sync := self._sync.leg.sync) is not None:
             sync.check()
         self._lacked_in_step = False
-        self.note_whole()
+        self.note_committed()
 
-    def note_whole(self) -> None:
+    def note_committed(self) -> None:
         record, undo, self._global_step = self._sync.leg.renew_record(), self.undo, self._operator.global_step
         if record.saved is not None:
             undo.forget(record)
@@ -148,17 +148,15 @@ class TorchParts(StepParts):
                 had_own = self._has_own_gradients or not is_averaged
                 self._has_own_gradients = had_own and bool(undo.waiting_parameters())
 
-    end_call = note_whole
-
-    def note_restored(self) -> None:
+    def note_loaded(self) -> None:
         self._has_stepped = self._has_own_gradients = False
         self._global_step = self._operator.global_step
-        self.undo.note_restored()
+        self.undo.note_loaded()
         self.leg.renew_record()
 
-    def restore(self) -> None:
+    def undo_step(self) -> None:
         self._operator.global_step = self._global_step
-        self.undo.restore(self.leg.record)
+        self.undo.undo_step(self.leg.record)
         self.leg.renew_record()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
@@ -216,7 +214,7 @@ class TorchParts(StepParts):
                 yield
             leg.weights.check_counted()
         finally:
-            sync.set_plain_leg()
+            sync.end_leg()
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None, **options: Any) -> Leg:
         """Create the `Leg` for a call, or for the rest of a call after the worker group has changed.

@@ -205,9 +205,9 @@ class TorchInternals(BatchMetrics):
         undo.open_call()
         record = StepRecord()
         record.note_saved(undo.save(nullcontext()))
-        if record.saved is None or not record.saved.is_whole:
+        if record.saved is None or not record.saved.copied_all:
             raise ValueError("`Guard(rewind=...)` cannot copy the training state, as the log says: omit `rewind`.")
-        return lambda: undo.restore(record)
+        return lambda: undo.undo_step(record)
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
         """Return all parameters of the registered models and of a criterion with trainable parameters."""

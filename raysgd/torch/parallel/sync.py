@@ -361,8 +361,8 @@ class GradientSync:
         flight_recorder = FlightRecorder(self.leg.flight_recorder.number + self.averages)
         return self._set_leg(rules, record=self.leg.record, flight_recorder=flight_recorder, **options)
 
-    def set_plain_leg(self, rules: StepRules | None = None) -> Leg:
-        """Replace `leg` with a `Leg` that undoes nothing: for a validation, or user code that runs between two calls.
+    def end_leg(self, rules: StepRules | None = None) -> Leg:
+        """End the leg, and return the next: one that undoes nothing, for a validation, or user code between two calls.
 
         Called at the end of each call, even if the call fails.
 

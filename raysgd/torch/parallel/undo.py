@@ -48,14 +48,14 @@ class Saved:
     Attributes:
         waiting: Parameters that already had gradients when the step began, because no optimizer had stepped with these
             gradients yet.
-        is_whole: True if all state was copied before the batch.
+        copied_all: True if all state was copied before the batch.
         has_unknown: True if state that the batch may change cannot be copied.
         restore: Functions that restore the state: objects, buffers, and the rest of what was copied.
     """
 
     def __init__(self, waiting: Sequence[torch.Tensor]) -> None:
         self.waiting = waiting
-        self.is_whole = self.has_unknown = False
+        self.copied_all = self.has_unknown = False
         self.restore: list[Callable[[], object]] = []
 
 
@@ -271,7 +271,7 @@ class Undo:
         """Return the optimizers that have not stepped since the last boundary."""
         return [each for each in self._optimizers if id(each) not in record.stepped]
 
-    def note_restored(self) -> None:
+    def note_loaded(self) -> None:
         """Record that another state was loaded. No optimizer has stepped with the gradients that exist."""
         self._not_stepped = list(self._optimizers)
 
@@ -363,10 +363,10 @@ class Undo:
             parameters = [each for each in parameters if id(each) not in self._unchanging]
         watched.copied = parameters
         self._copies.take_copies([*parameters, *filter(is_writable, tensors)])
-        saved.is_whole = copies_all and not saved.has_unknown
+        saved.copied_all = copies_all and not saved.has_unknown
         saved.restore += [partial(owner.__setitem__, name, value) for owner, name, value in buffers]
         saved.restore += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
-        if saved.is_whole:
+        if saved.copied_all:
             saved.restore += [partial(each.requires_grad_, each.requires_grad) for each in watched.parameters]
             saved.restore.append(partial(rng.restore, rng.capture()))
         saved.restore.append(self._copies.restore)
@@ -428,8 +428,8 @@ class Undo:
 
     # ------------------------------------------------------------------------------------------------- after a failure
 
-    def can_restore(self, record: StepRecord) -> bool:
-        """Return True if the state from before the step is unchanged, or if `restore` can restore it.
+    def can_undo(self, record: StepRecord) -> bool:
+        """Return True if the state from before the step is unchanged, or if `undo_step` can restore it.
 
         If batches are not repeated, or if no batch has begun since the last boundary, only the optimizers matter. The
         method then returns True if none has stepped.
@@ -437,7 +437,7 @@ class Undo:
         saved, watched = record.saved, self._watched
         if saved is None or self.mode == "never":
             return not record.stepped
-        if saved.is_whole:
+        if saved.copied_all:
             return True
         if watched is None or saved.has_unknown or record.stepped:
             return False
@@ -445,8 +445,8 @@ class Undo:
             return False  # as many all-reduces as usual have succeeded, so user code may have changed weights
         return watched.are_unchanged()
 
-    def restore(self, record: StepRecord) -> None:
-        """Restore the state from before the step. Call this only if `can_restore` returns True.
+    def undo_step(self, record: StepRecord) -> None:
+        """Restore the state from before the step. Call this only if `can_undo` returns True.
 
         Gradients that the step has computed are discarded. Gradients from before the step are restored, if no optimizer
         had stepped with them.

@@ -355,10 +355,10 @@ class GlobalSteps:
         if membership.has_repeated(mark):
             lost = _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
             self._leg.record.note_lost_connection(lost)
-            if is_done or not self._undo.can_restore(self._leg.record):
+            if is_done or not self._undo.can_undo(self._leg.record):
                 raise lost
             # Also clear the gradients, because user code that clears them after `step` might not do so in this batch.
-            self._undo.restore(self._leg.record)
+            self._undo.undo_step(self._leg.record)
             return "failed"
         self._undo.forget(self._leg.record)
         if self._digests is not None and self._has_moved_since_step():

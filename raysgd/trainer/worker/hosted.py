@@ -300,12 +300,12 @@ class HostedOperator(ABC):
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
         """Let the operator call these worker callbacks, and no others, from now on."""
         self.operator._raysgd.callbacks.install(callbacks, self.operator)
-        self.parts.note_whole()
+        self.parts.note_committed()
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Load the training state of a snapshot or a checkpoint. See `ReplicaState.restore`."""
         self.state.restore(shared_state, own_state)
-        self.parts.note_restored()
+        self.parts.note_loaded()
 
     def draw_apart(self) -> None:  # noqa: B027 - Keras keeps its seeds in the model
         """If this worker joins a run, let it draw other random numbers than the worker that it replaces has drawn."""

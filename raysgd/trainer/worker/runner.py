@@ -398,7 +398,7 @@ class ClassRunner(ABC):
         """
         self._ledger.note_recovery()
         hosted, feed, call = self._hosted, self._hosted.feed, self._training
-        obstacle, can_be_source = hosted.group_obstacle, hosted.parts.is_whole
+        obstacle, can_be_source = hosted.group_obstacle, hosted.parts.can_be_source
         if call is None or call.progress.is_finished:
             position = call.num_completed + 1 if call is not None else 0
             return ReplicaProgress(position, can_be_source, obstacle or feed.order_obstacle)

@@ -296,19 +296,19 @@ class StepParts:
             Exception: The group of workers broke during the step, or the step is invalid.
         """
 
-    def note_whole(self) -> None:
+    def note_committed(self) -> None:
         """Record that the current state is that after a committed step. Called outside of steps."""
 
-    def restore(self) -> None:
-        """Restore the training state after the last committed step. The batches since then will be repeated."""
+    def undo_step(self) -> None:
+        """Bring back the training state after the last committed step. The batches since then will be repeated."""
 
     @property
-    def is_whole(self) -> bool:
-        """True if the training state is that of a committed step, or if `restore` can restore such a state."""
+    def can_be_source(self) -> bool:
+        """True if the training state is that of a committed step, or if `undo_step` can bring it back."""
         return True
 
-    def can_restore(self, error: BaseException, is_alone: bool) -> bool:
-        """Return True if `restore` can be called after an error, on all ranks alike, before the call raises it.
+    def can_undo_now(self, error: BaseException, is_alone: bool) -> bool:
+        """Return True if `undo_step` can be called after an error, on all ranks alike, before the call raises it.
 
         Return False if workers cannot communicate anymore, for example because one was lost. Recovery follows then.
 
@@ -316,7 +316,7 @@ class StepParts:
             error: The error.
             is_alone: True if there is one worker.
         """
-        return self.is_whole
+        return self.can_be_source
 
     def check_memory(self, error: BaseException) -> None:
         """After an error, raise `StepLacksMemory` if memory ran out in a step that the ranks can repeat."""
@@ -357,10 +357,11 @@ class StepParts:
 
     def end_call(self) -> None:
         """Called when the worker has completed its answer to a training call."""
+        self.note_committed()
 
-    def note_restored(self) -> None:
+    def note_loaded(self) -> None:
         """Called after another training state was loaded, which is always the state after a committed step."""
-        self.note_whole()
+        self.note_committed()
 
     def plain(self, value: Any) -> Any:
         """Convert a metric to a type that the driver can read. A one-element tensor, for example, becomes a number."""
@@ -451,7 +452,7 @@ class StepLoop:
         if self.cursor.num_batches_open:
             self.parts.commit()
         else:
-            self.parts.note_whole()
+            self.parts.note_committed()
         self.cursor.commit()
         self.committed(is_last)
 

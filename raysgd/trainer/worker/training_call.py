@@ -151,7 +151,7 @@ class TrainingCall:
                     stack.enter_context(callbacks.listening(operator))
                     callbacks.begin_epoch(self, operator)
                     callbacks.note_leg(operator, partial(self._where, cursor, request))
-                parts.note_whole()
+                parts.note_committed()
                 args, named = ([batches], given) if has_stock_loop else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
                 # A `break` may leave accumulated gradients. Step with them before their batches count as used.
@@ -162,8 +162,8 @@ class TrainingCall:
             return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
         except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
             parts.check_memory(error)  # if it raises, `suspend` undoes the step, when the error has freed its memory
-            if parts.can_restore(error, is_alone):
-                parts.restore()
+            if parts.can_undo_now(error, is_alone):
+                parts.undo_step()
             elif is_alone and cursor is feed.train_cursor:
                 cursor.commit()  # the optimizer has already stepped on the batch, so count the batch as used
             raise
@@ -234,8 +234,8 @@ class TrainingCall:
 
         The new group divides the remaining data again.
         """
-        if self._hosted.parts.is_whole:  # if not, this rank will receive the training state of another rank
-            self._hosted.parts.restore()
+        if self._hosted.parts.can_be_source:  # if not, this rank will receive the training state of another rank
+            self._hosted.parts.undo_step()
         self._note_place()
         self.detach()
 

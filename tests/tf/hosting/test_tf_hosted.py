@@ -36,10 +36,10 @@ def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_
     assert type(parts) is KerasParts
     feed = runner._hosted.feed
     runner.train_epoch(REQUEST)
-    parts.note_whole()
-    assert parts.is_whole
+    parts.note_committed()
+    assert parts.can_be_source
     runner._hosted.synchronizer.exchanges.num_completed += 1
-    assert not parts.is_whole
+    assert not parts.can_be_source
     assert parts.extra_results() == {"epoch": 1}
     assert parts.validation_options(REQUEST) == {}
     assert feed.order_obstacle is None
@@ -131,7 +131,7 @@ def test_fit_counts_for_itself(keras_here: Any) -> None:
     feed: Any = runner._hosted.feed
     answer: Any = runner.train_epoch(EpochRequest(None, {}, False, 0))
     assert (answer.epoch_idx, runner.epoch) == (0, 1)
-    assert parts.is_whole
+    assert parts.can_be_source
     assert parts.extra_results() == {}
     assert parts.validation_options(REQUEST) == {"num_steps": 2}
     assert feed.progress_text() == "", "it is over"

@@ -78,7 +78,7 @@ def parts_of(operator: Plain, undo: bool | None = None, parallel: Strategy | Non
     hooks.watch_last()
     parallel.sync.begin_leg((), may_run_backward=True, undo=made)
     made.open_call()
-    parts.note_whole()
+    parts.note_committed()
     return parts
 
 
@@ -87,12 +87,12 @@ def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing
     parts = parts_of(operator, parallel=Strategy())
     assert parts.undo.mode == "never"
     operator.compute()
-    assert parts.is_whole
+    assert parts.can_be_source
     operator.sgd.step()
-    assert not parts.is_whole
-    assert not parts.can_restore(ValueError(), True)
-    parts.note_whole()
-    assert parts.is_whole
+    assert not parts.can_be_source
+    assert not parts.can_undo_now(ValueError(), True)
+    parts.note_committed()
+    assert parts.can_be_source
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) ->
     parts = parts_of(operator, undo)
     parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
-    assert parts.is_whole == parts.can_restore(ValueError(), True) == is_copied
+    assert parts.can_be_source == parts.can_undo_now(ValueError(), True) == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
     parts = parts_of(Plain(), undo=False)
     parts.leg.begin_batch(BETWEEN_BATCHES)
-    assert (parts.is_whole, parts.can_restore(ValueError(), True)) == (False, True)
+    assert (parts.can_be_source, parts.can_undo_now(ValueError(), True)) == (False, True)
 
 
 def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
@@ -138,7 +138,7 @@ def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
     monkeypatch.setattr(torch_step, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
     parts = parts_of(OwnBatch())
     parts.leg.begin_batch(BETWEEN_BATCHES)
-    assert not parts.is_whole
+    assert not parts.can_be_source
     assert "would need 8 of 10 MiB that are free" in caplog.text
 
 
@@ -152,12 +152,12 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
         parts.leg.note_all_reduce()
         if not waits:
             operator.sgd.step()
-        parts.note_whole()
+        parts.note_committed()
         assert [each is not None for each in parts.waiting_parameters()] == [waits] * 2 * waits
         parts.leg.begin_batch(BETWEEN_BATCHES)
         operator.compute()
-        assert parts.is_whole
-        parts.restore()
+        assert parts.can_be_source
+        parts.undo_step()
         assert operator.gradient == (1.0 if waits else None)
 
 
@@ -166,17 +166,17 @@ def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None
     parts = parts_of(operator)
     parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
-    parts.note_whole()
-    assert not parts.is_whole
+    parts.note_committed()
+    assert not parts.can_be_source
     parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
     parts.leg.note_all_reduce()
-    parts.note_whole()
-    assert not parts.is_whole, "those of the batch before are among them"
+    parts.note_committed()
+    assert not parts.can_be_source, "those of the batch before are among them"
     parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.sgd.step()
-    parts.note_whole()
-    assert parts.is_whole
+    parts.note_committed()
+    assert parts.can_be_source
 
 
 def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
@@ -191,8 +191,8 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
         if exchanges:
             parts.leg.note_all_reduce()
         operator.sgd.step()
-        parts.note_whole()
-        assert parts.is_whole == exchanges
+        parts.note_committed()
+        assert parts.can_be_source == exchanges
 
 
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
@@ -201,8 +201,8 @@ def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     parts.leg.begin_batch(BETWEEN_BATCHES)
     operator.compute()
     operator.sgd.step()
-    parts.note_restored()
-    assert parts.is_whole
+    parts.note_loaded()
+    assert parts.can_be_source
     assert parts.waiting_parameters() == list(operator.part.parameters())
 
 
@@ -258,6 +258,6 @@ def test_copies_that_lack_memory_are_a_reason_for_smaller_batches() -> None:
     with pytest.raises(RuntimeError, match="memory") as caught:
         parts.open(BETWEEN_BATCHES._replace(num_samples=8), None)
     assert size_after(parts, caught.value) == 4
-    assert parts.is_whole
+    assert parts.can_be_source
     parts.open(BETWEEN_BATCHES._replace(num_samples=1), None)
     assert parts.undo.mode == "off"

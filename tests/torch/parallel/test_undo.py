@@ -41,16 +41,16 @@ class Steps:
         self.undo.forget(self.leg.record)
         self.leg.renew_record()
 
-    def restore(self) -> None:
-        self.undo.restore(self.leg.record)
+    def undo_step(self) -> None:
+        self.undo.undo_step(self.leg.record)
         self.leg.renew_record()
 
-    def can_restore(self, has_broken: bool) -> bool:
+    def can_undo(self, has_broken: bool) -> bool:
         if has_broken:
             self.leg.record.note_lost_connection(OSError("gone"))
-        can_restore = self.undo.can_restore(self.leg.record)
+        can_undo = self.undo.can_undo(self.leg.record)
         self.leg.record = self.leg.record.in_next_group()
-        return can_restore
+        return can_undo
 
 
 class Program(Steps):
@@ -110,14 +110,14 @@ class Program(Steps):
     def is_copied(self) -> bool:
         """Whether the next batch is copied before it."""
         self.begin()
-        is_whole = self.is_whole
-        self.restore()
-        return is_whole
+        copied_all = self.copied_all
+        self.undo_step()
+        return copied_all
 
     @property
-    def is_whole(self) -> bool:
+    def copied_all(self) -> bool:
         assert self.leg.record.saved is not None
-        return self.leg.record.saved.is_whole
+        return self.leg.record.saved.copied_all
 
     def state(self) -> Any:
         """All that is to be as before, in numbers."""
@@ -173,8 +173,8 @@ def test_a_batch_with_two_steps_leaves_nothing(make_optimizer: Any, num_batches:
     program.scheduler.step()
     program.step()
     assert program.state() != before[0]
-    assert program.can_restore(has_broken=True)
-    program.restore()
+    assert program.can_undo(has_broken=True)
+    program.undo_step()
     assert (program.state(), _plain(vars(program.optimizer).get("slow"))) == before
 
 
@@ -198,7 +198,7 @@ def test_a_batch_in_fp16_that_broke_off_between_two_optimizers_is_repeated() -> 
     before = precision.state_dict()
     steps.begin()
     train(pairs[0])
-    steps.restore()
+    steps.undo_step()
     assert precision.state_dict() == before
     steps.begin()
     train(*pairs)
@@ -218,7 +218,7 @@ def test_closures_that_step_many_times_leave_nothing() -> None:
     before = program.state()
     program.begin()
     program.optimizer.step(closure)
-    program.restore()
+    program.undo_step()
     assert program.state() == before
 
 
@@ -232,7 +232,7 @@ def test_averages_that_follow_the_steps_leave_nothing() -> None:
     program.step()
     average.weights[0]["0.weight"].lerp_(program.model[0].weight.detach(), 0.5)
     assert program.state() != before
-    program.restore()
+    program.undo_step()
     assert program.state() == before
 
 
@@ -240,7 +240,7 @@ def test_what_is_frozen_in_a_batch_is_trained_again() -> None:
     program = Program()
     program.begin()
     program.model[0].requires_grad_(False)
-    program.restore()
+    program.undo_step()
     assert all(parameter.requires_grad for parameter in program.model.parameters())
 
 
@@ -253,7 +253,7 @@ def test_weights_and_buffers_that_were_swapped_or_assigned_get_their_memory_back
     weight.data = weight.data + 1
     program.model.mask = mask + 1
     count.data = torch.tensor(7)
-    program.restore()
+    program.undo_step()
     assert program.state() == before
     assert weight.data_ptr() == memory
     assert program.model.mask is mask
@@ -271,7 +271,7 @@ def test_gradients_that_wait_for_more_batches_are_put_back_with_all_else(mode: M
     program.move()
     assert _plain(gradients) != before
     program.optimizer.zero_grad()
-    program.restore()
+    program.undo_step()
     assert all(parameter.grad is each for parameter, each in zip(program.model.parameters(), gradients, strict=True))
     assert (_plain(gradients), program.state()) == (before, state)
 
@@ -281,10 +281,10 @@ def test_sparse_gradients_that_wait_are_put_back() -> None:
     table(torch.tensor([1])).sum().backward()
     undo = Undo([table], [torch.optim.SGD(table.parameters())], mode="all", keeps_gradients=True)
     steps = Steps(undo, ())
-    undo.note_restored()
+    undo.note_loaded()
     steps.begin()
     table(torch.tensor([1])).sum().backward()
-    steps.restore()
+    steps.undo_step()
     gradient = table.weight.grad
     assert gradient is not None
     assert gradient.to_dense().tolist() == [[0, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
@@ -295,7 +295,7 @@ def test_a_buffer_whose_elements_share_memory_is_left_alone() -> None:
     program.model.mask = torch.zeros(1).expand(2**60)
     program.undo.open_call()
     program.begin()
-    program.restore()
+    program.undo_step()
     assert program.model.mask.shape == (2**60,)
 
 
@@ -308,7 +308,7 @@ def test_a_batch_that_was_not_copied_does_not_go_back_to_the_one_that_was() -> N
     model.weight.data.fill_(5.0)
     steps.end()
     steps.begin()
-    steps.restore()
+    steps.undo_step()
     assert model.weight.item() == 5.0
 
 
@@ -319,11 +319,11 @@ def test_a_batch_that_may_change_what_cannot_be_copied_is_not_repeated_which_is_
     program = Program(mode=mode)
     program.optimizer.numbers = iter(range(9))
     program.begin()
-    assert not program.can_restore(has_broken=True)
+    assert not program.can_undo(has_broken=True)
     program.step()
     program.end()
     program.begin()
-    assert program.can_restore(has_broken=True) == (mode == "learn"), "before its step, a later batch changes nothing"
+    assert program.can_undo(has_broken=True) == (mode == "learn"), "before its step, a later batch changes nothing"
     [said] = [record.getMessage() for record in caplog.records]
     assert "`Adam` contains a `builtins.range_iterator`, whose state cannot be copied" in said
 
@@ -338,8 +338,8 @@ def test_stock_code_copies_buffers_alone() -> None:
     before = program.state()
     program.backward()
     after = program.state()
-    assert program.can_restore(has_broken=True)
-    program.restore()
+    assert program.can_undo(has_broken=True)
+    program.undo_step()
     now = program.state()
     norm = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
     assert {name: now[0][name] for name in norm} == {name: before[0][name] for name in norm}
@@ -347,7 +347,7 @@ def test_stock_code_copies_buffers_alone() -> None:
     assert now[3:] == after[3:]
     program.begin()
     program.step()
-    assert not program.can_restore(has_broken=False)
+    assert not program.can_undo(has_broken=False)
 
 
 SHAPES: dict[str, Callable[[Program], list[Callable[[], object]]]] = {
@@ -398,9 +398,9 @@ def test_a_later_batch_that_does_more_is_not_repeated_and_turns_the_copies_on(la
     program.begin()
     for part in later(program)[:-1]:
         part()
-    assert not program.can_restore(has_broken=False)
+    assert not program.can_undo(has_broken=False)
     program.backward()
-    assert not program.can_restore(has_broken=True)
+    assert not program.can_undo(has_broken=True)
     program.end()
     assert program.is_copied
 
@@ -409,10 +409,10 @@ def test_a_batch_like_the_first_one_is_repeated_if_its_exchange_broke_and_not_if
     program = Program(mode="learn")
     program.run(program.step)
     program.begin()
-    assert program.can_restore(has_broken=False)
+    assert program.can_undo(has_broken=False)
     program.backward()
-    assert program.can_restore(has_broken=True)
-    assert not program.can_restore(has_broken=False)
+    assert program.can_undo(has_broken=True)
+    assert not program.can_undo(has_broken=False)
 
 
 def test_learning_rates_and_schedules_are_put_back_where_weights_are_not_copied() -> None:
@@ -423,9 +423,9 @@ def test_learning_rates_and_schedules_are_put_back_where_weights_are_not_copied(
     program.scheduler.step()
     program.optimizer.param_groups[0]["lr"] *= 0.5
     program.backward()
-    assert not program.is_whole
-    assert program.can_restore(has_broken=True)
-    program.restore()
+    assert not program.copied_all
+    assert program.can_undo(has_broken=True)
+    program.undo_step()
     assert program.state()[1:3] == before[1:3]
 
 
@@ -436,7 +436,7 @@ def test_frozen_weights_that_begin_to_move_later_are_noticed(mode: Mode) -> None
     program.run(program.step)
     program.run(program.step, program.move)
     program.begin()
-    assert not program.can_restore(has_broken=True)
+    assert not program.can_undo(has_broken=True)
 
 
 @pytest.mark.parametrize(
@@ -466,10 +466,10 @@ def test_nothing_is_copied_where_no_batch_would_be_repeated(is_used: bool) -> No
         program.undo.switch_off()
     program.undo.open_call(is_used)
     program.begin()
-    assert not program.can_restore(has_broken=True)
+    assert not program.can_undo(has_broken=True)
     assert not program.leg.ledger.reading().seconds[UNDO]
     program.end()
-    assert program.can_restore(has_broken=False), "between two batches"
+    assert program.can_undo(has_broken=False), "between two batches"
 
 
 def test_the_time_of_copies_is_booked() -> None:
@@ -488,7 +488,7 @@ def test_without_memory_for_a_copy_training_goes_on_and_nothing_counts_as_copied
     program.begin()
     assert "not enough memory to copy" in caplog.text
     assert program.leg.ledger.enter(START_UP) == START_UP
-    assert not program.can_restore(has_broken=True)
+    assert not program.can_undo(has_broken=True)
     weight.data = kept
     program.step()
     program.end()

@@ -41,7 +41,7 @@ class Parts(StepParts):
     def commit(self) -> None:
         self.log.append("committed")
 
-    def note_whole(self) -> None:
+    def note_committed(self) -> None:
         self.log.append("whole")
 
 
