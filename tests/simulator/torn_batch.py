@@ -81,7 +81,7 @@ class TornBatch:
         self._optimizers[number].step()
 
     def end(self) -> None:
-        self._parts.note_committed()
+        self._parts.commit()
 
     @property
     def is_whole(self) -> bool:
