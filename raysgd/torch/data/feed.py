@@ -425,17 +425,17 @@ class TorchCursor(DataCursor):
 
         The first count is None if it is unknown. Another thread may call this method during training.
         """
-        to_resume, num_steps, num_batches_open = self._to_resume, self._num_batches_in_pass, self.num_batches_open
+        to_resume, num_batches, num_batches_open = self._to_resume, self._num_batches_in_pass, self.num_batches_open
         if self._before is not None:
             return *self._before, 0
         num_due = self.source.num_steps()
         due = None if num_due is None else self.source.consumed_after(num_due)
         if to_resume is not None:
             return due, to_resume[1], 0
-        if not num_steps:
+        if not num_batches:
             return due, self._began_at, 0
-        used = self.source.consumed_after(max(0, num_steps - num_batches_open))
-        return due, used, self.source.consumed_after(num_steps) - used if num_batches_open else 0
+        used = self.source.consumed_after(max(0, num_batches - num_batches_open))
+        return due, used, self.source.consumed_after(num_batches) - used if num_batches_open else 0
 
     def break_off(self) -> None:
         super().break_off()

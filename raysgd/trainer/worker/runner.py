@@ -45,14 +45,14 @@ class EvaluationCall:
     Attributes:
         cursor: Object that supplies the call's batches. Its `num_batches_taken` counts the batches taken so far.
         began_at: The cursor's `num_batches_taken` when the call began.
-        num_steps: Number of batches to use, or None to use all remaining batches.
+        num_batches: Number of global batches to use, or None to use all remaining batches.
         info: The `info` dictionary that is passed to the operator's method.
         kind: What the call does: validate, test or predict.
     """
 
     cursor: Any
     began_at: int
-    num_steps: int | None
+    num_batches: int | None
     info: Mapping[str, Any]
     kind: ProgressKind
 
@@ -352,7 +352,8 @@ class ClassRunner(ABC):
         self._ledger.begin_call()
         hosted.parts.begin_call()
         hosted.set_timers(request.profile)
-        if call is not None and (call.num_completed, call.progress.epoch_idx) == (begun.num_steps, begun.epoch_idx):
+        at = begun.num_steps, begun.epoch_idx
+        if call is not None and (call.num_batches_completed, call.progress.epoch_idx) == at:
             call.detach()  # the earlier run used this same process, which still holds the epoch's metric objects
             call.note(call_number=request.call_number)
             return call.resume(request, share)
@@ -400,10 +401,10 @@ class ClassRunner(ABC):
         hosted, feed, call = self._hosted, self._hosted.feed, self._training
         obstacle, can_be_source = hosted.group_obstacle, hosted.parts.can_be_source
         if call is None or call.progress.is_finished:
-            position = call.num_completed + 1 if call is not None else 0
+            position = call.num_batches_completed + 1 if call is not None else 0
             return ReplicaProgress(position, can_be_source, obstacle or feed.order_obstacle)
         obstacle = obstacle or hosted.epoch_obstacle or feed.order_obstacle or feed.obstacle_of_call(call.cursor)
-        return ReplicaProgress(call.num_completed, can_be_source, obstacle, feed.progress_text())
+        return ReplicaProgress(call.num_batches_completed, can_be_source, obstacle, feed.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Answer the driver's proposal to stop training after a step. All ranks must agree before any rank stops.
@@ -418,8 +419,8 @@ class ClassRunner(ABC):
         call = self._unfinished
         if call is None or self._running is None or not call.can_move:
             return None
-        step = call.num_completed + margin if at is None else at
-        return step if call.gate.propose(step, lambda: call.num_completed) else None
+        step = call.num_batches_completed + margin if at is None else at
+        return step if call.gate.propose(step, lambda: call.num_batches_completed) else None
 
     def resolve_hold(self, number: int, is_agreed: bool) -> None:
         """Receive the outcome of a proposal to stop. See `RegroupingReplica`.
@@ -641,9 +642,9 @@ class ClassRunner(ABC):
         if call is None:
             return hosted.heartbeat("between calls" if running is None else _PHASES[running.kind])
         if running is None:
-            return hosted.heartbeat("broken off", call.num_completed)
+            return hosted.heartbeat("broken off", call.num_batches_completed)
         return hosted.heartbeat(
-            "training", call.num_completed, hosted.parts.num_samples(call.meters), self._copies.newest
+            "training", call.num_batches_completed, hosted.parts.num_samples(call.meters), self._copies.newest
         )
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
@@ -662,7 +663,7 @@ class ClassRunner(ABC):
         reported = self._hosted.operator._raysgd.latest_metrics
         latest = {name: as_number(value) for name, value in reported.items() if not is_weight(name)}
         metrics = {name: number for name, number in latest.items() if number is not None}
-        total, source = running.num_steps, cursor.source
+        total, source = running.num_batches, cursor.source
         return CallProgress(
             num_steps=cursor.num_batches_taken - running.began_at,
             total=source.num_steps() if total is None and source is not None else total,

@@ -207,20 +207,20 @@ class StepRules:
 
 
 def planned(
-    drawn: Iterator[tuple[Any, BatchPlan, bool]], accumulate: int, num_steps: int | None
+    drawn: Iterator[tuple[Any, BatchPlan, bool]], accumulate: int, num_batches: int | None
 ) -> Iterator[tuple[Any, BatchPlan]]:
     """Yield each drawn batch with its plan. A step ends after `accumulate` global batches, a pass, or the call.
 
     Args:
         drawn: Each batch, its plan as if its global batch was alone in its step, and whether the pass ends with it.
         accumulate: Number of global batches in a step of the optimizer.
-        num_steps: Number of global batches of the call; None to go on as long as batches come.
+        num_batches: Number of global batches of the call; None to go on as long as batches come.
     """
     num_started, num_complete, starts_step = 0, 0, True
     for batch, plan, ends_pass in drawn:
         num_started += plan.starts_global_batch
         num_complete += plan.ends_global_batch
-        ends_call = num_started == num_steps and plan.ends_global_batch
+        ends_call = num_started == num_batches and plan.ends_global_batch
         sync = plan.ends_global_batch and (ends_pass or ends_call or num_complete >= accumulate)
         if not (starts_step and sync):
             plan = plan._replace(starts_step=starts_step, sync_gradients=sync)
@@ -390,7 +390,7 @@ class StepLoop:
     Args:
         cursor: Draws the batches, and knows the position in the data.
         parts: What the framework does at the events of a step.
-        num_steps: Number of steps to take, spanning as many passes as needed. None for the rest of the current pass, or
+        num_batches: Number of global batches, from as many passes as needed. None for the rest of the current pass, or
             for a whole new pass if the last one is complete.
         committed: Function that is called after each committed step, with True after the last one. If it raises an
             exception, the iteration ends.
@@ -404,20 +404,20 @@ class StepLoop:
         self,
         cursor: DataCursor,
         parts: StepParts,
-        num_steps: int | None,
+        num_batches: int | None,
         committed: Callable[[bool], None] = lambda is_last: None,
         redraw: Callable[[], None] | None = None,
     ) -> None:
         self.cursor, self.parts = cursor, parts
-        self._num_steps, self.committed, self._redraw = num_steps, committed, redraw
+        self._num_batches, self.committed, self._redraw = num_batches, committed, redraw
         self._restore_metrics: Callable[[], None] | None = None
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches. Requesting the next batch commits the step of the batch before."""
-        cursor, parts, num_steps, redraw, due = self.cursor, self.parts, self._num_steps, self._redraw, 0.0
+        cursor, parts, num_batches, redraw, due = self.cursor, self.parts, self._num_batches, self._redraw, 0.0
         accumulate = parts.leg.rules.accumulate
-        drawn = cursor.drawn(parts.check_start, num_steps is None, accumulate > 1) if num_steps != 0 else iter(())
-        for batch, plan in planned(drawn, accumulate, num_steps):
+        drawn = cursor.drawn(parts.check_start, num_batches is None, accumulate > 1) if num_batches != 0 else iter(())
+        for batch, plan in planned(drawn, accumulate, num_batches):
             parts.open(plan, batch)
             has_batch = batch is not NO_BATCH
             cursor.opened(plan, has_batch)

@@ -53,8 +53,7 @@ class TrainingCall:
         answer: This rank's answer to the call. None until the rank has finished the call.
         gate: Agreement with the other ranks to stop the call between two steps.
         samples_before: Record of which samples were used before the call. None if this rank joined during the call.
-        began_at: Number to subtract from the cursor's `num_batches_completed` to get the number of completed steps of
-            the call.
+        began_at: Number to subtract from the cursor's `num_batches_completed` to get that of the call.
         cursor: The cursor from which the call takes its batches. None after `detach`.
         info: The `info` dictionary that is passed to the operator's `train_epoch`. Set before `train_epoch` starts.
         is_running: True while `train_epoch` runs. A second thread of the worker reads this attribute.
@@ -80,8 +79,8 @@ class TrainingCall:
         return self.progress.call_number
 
     @property
-    def num_steps(self) -> int | None:
-        """Number of steps to take, or None for the rest of the pass."""
+    def num_batches(self) -> int | None:
+        """Number of global batches to use, or None for the rest of the pass."""
         return self.progress.num_requested
 
     def note(self, **changes: Any) -> None:
@@ -104,9 +103,9 @@ class TrainingCall:
             return self.with_lost(self.answer, hosted.world.rank)
         if self.progress.is_finished:  # another rank finished the call: only report this rank's metrics
             return self._end(hosted.parts.results(self.meters), request)
-        if request.hold_at is not None and self.num_completed >= request.hold_at:
+        if request.hold_at is not None and self.num_batches_completed >= request.hold_at:
             # All ranks had stopped here, as planned, but one of them was lost before the driver had all answers.
-            return HeldAtStep(self.num_completed, self.snapshot(), is_planned=True)
+            return HeldAtStep(self.num_batches_completed, self.snapshot(), is_planned=True)
         hosted.feed.resume_call(request, share, self.progress.place)
         return self.train_on(hosted.feed.training(request, is_begun=True), request)
 
@@ -126,10 +125,10 @@ class TrainingCall:
         self.info = {**request.info, **internals.info_of_call(request.num_steps, self.progress.epoch_idx)}
         epoch_before, taken_before = feed.epoch, cursor.num_batches_taken
         self.attach(cursor)
-        if request.hold_at is not None and request.hold_at > self.num_completed:
+        if request.hold_at is not None and request.hold_at > self.num_batches_completed:
             self.gate = Gate(request.hold_at)
-        num_steps = 0 if self.progress.is_exhausted else self.num_steps_left
-        loop = StepLoop(cursor, parts, num_steps, self._committed, request.redraw)
+        num_batches = 0 if self.progress.is_exhausted else self.num_batches_left
+        loop = StepLoop(cursor, parts, num_batches, self._committed, request.redraw)
         batches = Batches(hosted.ledger.timing(loop.batches()), loop)
         lost = () if hosted.world.rank else tuple(self.rows.lost.values())
         given = {"info": self.info, "num_steps": request.num_steps, "epoch_idx": self.progress.epoch_idx}
@@ -158,8 +157,8 @@ class TrainingCall:
                 parts.finish(cursor.num_batches_taken > taken_before)
                 loop.commit(is_last=True)
         except Held:
-            is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
-            return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
+            is_planned, self.gate = self.gate.is_planned(self.num_batches_completed), Gate()
+            return HeldAtStep(self.num_batches_completed, self.snapshot(), is_planned)
         except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
             parts.check_memory(error)  # if it raises, `suspend` undoes the step, when the error has freed its memory
             if parts.can_undo_now(error, is_alone):
@@ -203,15 +202,15 @@ class TrainingCall:
         if self.meters.has_objects:
             self.meters.note_boundary()
         hosted.ledger.commit()
-        is_due = not is_last and self._copies.every is not None and self._copies.is_due(self.num_completed)
+        is_due = not is_last and self._copies.every is not None and self._copies.is_due(self.num_batches_completed)
         is_asked = not is_last and (gate.proposed is not None or gate.planned is not None)
         if not (is_due or is_asked):
             return
         if hosted.feed.is_divided(self.cursor) and hosted.epoch_obstacle is None:
             hosted.ledger.end_own_work()  # the gate may wait for other ranks
             if is_due:
-                self._copies.keep(self.num_completed, self.snapshot())
-            if is_asked and self.gate.stops(self.num_completed):
+                self._copies.keep(self.num_batches_completed, self.snapshot())
+            if is_asked and self.gate.stops(self.num_batches_completed):
                 raise Held
             hosted.ledger.begin_own_work()
 
@@ -249,7 +248,7 @@ class TrainingCall:
         returned = callbacks.end_epoch(hosted.operator, returned) if callbacks.are_there else returned
         extra = parts.extra_results()
         extra = {**extra, "timings": hosted.ledger.of_call()} if request.profile else extra
-        answer = hosted.answer(returned, request, self.num_completed, extra)
+        answer = hosted.answer(returned, request, self.num_batches_completed, extra)
         told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = (
             int(told) if isinstance(told, int | float) and math.isfinite(told) else parts.num_samples(self.meters)
@@ -277,20 +276,20 @@ class TrainingCall:
 
     def attach(self, cursor: Any) -> None:
         """Let the rest of the call take its batches from this cursor."""
-        # `began_at` is set first, because another thread may read `num_completed`.
+        # `began_at` is set first, because another thread may read `num_batches_completed`.
         self.began_at, self.cursor = cursor.num_batches_completed - self.progress.num_steps, cursor
 
     @property
-    def num_completed(self) -> int:
-        """Number of steps of the call that all ranks have completed."""
+    def num_batches_completed(self) -> int:
+        """Number of global batches of the call whose steps all ranks have completed."""
         cursor = self.cursor  # read only once, because another thread uses this property and `detach` may intervene
         return self.progress.num_steps if cursor is None else cursor.num_batches_completed - self.began_at
 
     @property
-    def num_steps_left(self) -> int | None:
-        """Number of steps that remain to be taken. None if the call takes the rest of the pass."""
+    def num_batches_left(self) -> int | None:
+        """Number of global batches that the call has yet to use. None if it uses the rest of the pass."""
         requested = self.progress.num_requested
-        return None if requested is None else max(0, requested - self.num_completed)
+        return None if requested is None else max(0, requested - self.num_batches_completed)
 
     def detach(self) -> None:
         """Drop the cursor, because the call will continue in a new group of workers with a new cursor.
@@ -300,7 +299,7 @@ class TrainingCall:
         """
         self.gate = Gate()
         self.meters.drop_pending()
-        self.note(num_steps=self.num_completed, is_exhausted=self._has_no_step_left)
+        self.note(num_steps=self.num_batches_completed, is_exhausted=self._has_no_step_left)
         self.cursor = None
 
     def leave_out_step(self) -> None:
@@ -309,15 +308,15 @@ class TrainingCall:
         The metrics that ranks have sent each other in this step are discarded, because they include those of the step.
         """
         self.meters.is_left_out = True
-        self.rows.forget(self.num_completed)
+        self.rows.forget(self.num_batches_completed)
 
     @property
     def _has_no_step_left(self) -> bool:
         if self.progress.num_requested is not None:
-            return self.num_completed >= self.progress.num_requested
+            return self.num_batches_completed >= self.progress.num_requested
         if self.cursor is None:
             return self.progress.is_exhausted
-        return self.num_completed > 0 and not self.cursor.is_mid_pass
+        return self.num_batches_completed > 0 and not self.cursor.is_mid_pass
 
     def state(self, with_metrics: bool) -> RunState:
         """Return a record of the call's progress, from which another rank or a later process can continue the call.
@@ -328,7 +327,7 @@ class TrainingCall:
         """
         return replace(
             self.progress,
-            num_steps=self.num_completed,
+            num_steps=self.num_batches_completed,
             is_exhausted=self._has_no_step_left,
             name=self.rows.name,
             metrics=self.meters.summary() if with_metrics else None,
@@ -347,7 +346,7 @@ class TrainingCall:
             state: The other rank's progress.
         """
         own = state.others.get(self.rows.name)
-        if own is not None and self.num_completed < state.num_steps:
+        if own is not None and self.num_batches_completed < state.num_steps:
             self.meters.correct(own)
         self.progress = replace(state, metrics=None, others={}, lost={}, call_number=self.call_number)
         self.cursor = self.answer = None
@@ -364,12 +363,12 @@ class TrainingCall:
             exchange: Sends the row with the sums.
             gather: See `RowExchange.exchange`.
         """
-        self.rows.note(self.num_completed, exchange.exchange(*self.meters.tally(), gather))
+        self.rows.note(self.num_batches_completed, exchange.exchange(*self.meters.tally(), gather))
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
         """The metrics of all ranks as of the last completed step, by rank name."""
-        rows = self.rows.as_of(self.num_completed).items()
+        rows = self.rows.as_of(self.num_batches_completed).items()
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 
     def _read(self, row: Any) -> MetricSummary:
@@ -385,7 +384,7 @@ class TrainingCall:
             left: Progress and metrics of the ranks that left the group as planned, without a failure.
         """
         told = self._told
-        self.rows.keep_lost(self.num_completed, told, told if present is None else present)
+        self.rows.keep_lost(self.num_batches_completed, told, told if present is None else present)
         self.rows.lost.update((each.name, each.metrics) for each in left)
 
     def with_lost(self, answer: EpochAnswer, rank: int) -> EpochAnswer:

@@ -187,19 +187,19 @@ def take(
 def begun(run: TrainingCall, stream: TorchCursor) -> Iterator[Any]:
     """The batches of a run that begins, or goes on, with `stream`."""
     run.attach(stream)
-    return take(stream, run.num_steps_left)
+    return take(stream, run.num_batches_left)
 
 
 def test_a_run_counts_the_steps_that_were_completed() -> None:
     run = a_run()
-    assert (run.num_completed, run.num_steps_left) == (0, None)
+    assert (run.num_batches_completed, run.num_batches_left) == (0, None)
     run.attach(stream_of())
     run.detach()
     assert not run.progress.is_exhausted
     batches = begun(run, stream_of())
     for _ in range(3):
         next(batches)
-    assert run.num_completed == 2, "the third one is in flight"
+    assert run.num_batches_completed == 2, "the third one is in flight"
 
 
 def test_steps_of_the_call_before_do_not_count() -> None:
@@ -207,7 +207,7 @@ def test_steps_of_the_call_before_do_not_count() -> None:
     list(take(stream, 4))
     run = a_run(5)
     next(begun(run, stream))
-    assert (run.num_completed, run.num_steps_left) == (0, 5)
+    assert (run.num_batches_completed, run.num_batches_left) == (0, 5)
 
 
 @pytest.mark.parametrize("num_steps", [6, 10, 13, None])
@@ -220,10 +220,11 @@ def test_a_run_takes_the_steps_that_are_left_however_often_it_is_broken_off(num_
         stream.break_off()
         run.detach()
         left = None if num_steps is None else num_steps - num_completed
-        assert (run.num_completed, run.num_steps_left, run.progress.is_exhausted) == (num_completed, left, False)
+        assert (run.num_batches_completed, run.num_batches_left) == (num_completed, left)
+        assert not run.progress.is_exhausted
     seen += [batch[0].item() for batch in begun(run, stream)]
     assert seen == [number % 10 for number in range(num_steps or 10)]
-    assert run.num_steps_left == (None if num_steps is None else 0)
+    assert run.num_batches_left == (None if num_steps is None else 0)
 
 
 def test_what_was_measured_of_a_window_that_broke_off_is_forgotten() -> None:
@@ -257,7 +258,7 @@ def test_a_run_that_broke_off_in_its_last_step_has_that_one_left() -> None:
         next(batches)
     stream.break_off()
     run.detach()
-    assert (run.num_completed, run.progress.is_exhausted) == (9, False)
+    assert (run.num_batches_completed, run.progress.is_exhausted) == (9, False)
     assert [batch[0].item() for batch in begun(run, stream)] == [9]
 
 
@@ -266,7 +267,7 @@ def test_what_a_run_says_of_itself_at_its_last_boundary_leaves_nothing_to_do(num
     run, stream = a_run(num_steps), stream_of()
     states: list[RunState] = []
     run.attach(stream)
-    list(take(stream, run.num_steps_left, lambda is_last: states.append(run.state(with_metrics=False))))
+    list(take(stream, run.num_batches_left, lambda is_last: states.append(run.state(with_metrics=False))))
     assert [state.is_exhausted for state in states] == [False] * 9 + [True]
 
 
@@ -282,7 +283,7 @@ def test_another_worker_goes_on_from_what_a_run_says_of_itself() -> None:
     assert state == RunState(num_steps=3, epoch_idx=2, num_requested=8, name="a")
     second = a_run(name="b", epoch_idx=0)
     second.take_over(state)
-    assert (second.progress.epoch_idx, second.num_completed, second.num_steps_left) == (2, 3, 5)
+    assert (second.progress.epoch_idx, second.num_batches_completed, second.num_batches_left) == (2, 3, 5)
     assert second.meters.num_batches == 3
 
 
@@ -303,7 +304,7 @@ def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
     run.answer = EpochAnswer(None, None, 8)
     run.note(is_finished=True)
     run.take_over(RunState(5, 2, 8))
-    assert (run.answer, run.progress.is_finished, run.num_steps_left) == (None, False, 3)
+    assert (run.answer, run.progress.is_finished, run.num_batches_left) == (None, False, 3)
     run.take_over(RunState(8, 2, 8, is_exhausted=True, is_finished=True))
     assert (run.progress.is_exhausted, run.progress.is_finished) == (True, True)
 
@@ -347,7 +348,7 @@ def test_a_rank_that_is_behind_counts_its_own_batch_of_the_step_that_others_comp
     source.rows.note(2, dict([told("a", source), told("b", behind)]))
     behind.take_over(source.state(with_metrics=False))
     assert behind.meters.summary().totals == {"loss": (2 * 2 * 5.0 + 2 * 3.0, 6.0)}
-    assert behind.num_completed == 3
+    assert behind.num_batches_completed == 3
     again = after_steps("b", 3, 5.0)
     again.take_over(source.state(with_metrics=False))
     assert again.meters.summary().totals == {"loss": (30.0, 6.0)}, "one that is not behind knows it best"
