@@ -1,7 +1,8 @@
 """`ClassRunner`: the object in each worker that holds the training operator and runs the driver's calls.
 
-The driver calls its methods by name. The work is split over modules: `hosted` connects the operator with its framework,
-`training_call` runs a training call, and `state` copies the training state. ADR 115 explains the split.
+The driver sends functions that call its methods. The work is split over modules: `hosted` connects the operator with
+its framework, `training_call` runs a training call, and `replica_state` copies the training state. ADR 115 explains the
+split.
 """
 
 from __future__ import annotations
