@@ -20,7 +20,6 @@ from raysgd.core.engine.recovery import interpreter, machine, running_call, stat
 from raysgd.core.engine.recovery.interpreter import Interpreter
 from raysgd.core.engine.recovery.running_call import RunningCall
 from raysgd.core.engine.recovery.states import Do, Done, End, Finished, Known, Lost, Raise, Step
-from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
@@ -426,7 +425,7 @@ def _expects_old_answers(real: Any) -> Any:
 
 def _takes_any_number(real: Any) -> Any:
     """Each rank gives the newest that it has, whatever was asked for."""
-    return lambda replica, number: replica.part_of_snapshot(replica.copies.newest or number)
+    return lambda replica, number: real(replica, replica.copies.newest or number)
 
 
 def _keeps_silent(real: Any) -> Any:
@@ -610,7 +609,7 @@ MUTATIONS = (
     Mutation("a state of which there is no copy is lost unnoticed", RunningCall, "known", _sees(is_lost=False), (132,)),
     Mutation("a hold is agreed on though ranks disagree", Monitor, "_agree", _agrees_with_all, (893,)),
     Mutation(
-        "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)
+        "each rank gives its newest snapshot inside a call", SimReplica, "part_of_snapshot", _takes_any_number, (21,)
     ),
     Mutation("silent ranks count as survivors", WorkerGroup, "settle", _keeps_silent, (189,)),
     Mutation("a token is kept though another process is rank 0", Snapshots, "drop_incoming", _keeps_token, (5,)),
@@ -631,7 +630,7 @@ MUTATIONS = (
         "workers that die while they start are not replaced", StandbyWorkers, "replace", nothing, (), (_DYING_STARTS,)
     ),
     Mutation("a shutdown leaves the workers alone", WorkerGroup, "kill_workers", nothing, (405,)),
-    Mutation("a spare is not told to leave its validation", replica_calls, "leave_call", nothing, (833,)),
+    Mutation("a spare is not told to leave its validation", SimReplica, "leave_call", nothing, (833,)),
     Mutation("a spare that was recalled begins a validation", Loan, "recall", _recalls_unnoticed, (2309,)),
     Mutation("a spare steps in while it validates", Loan, "is_over", always_is(True), (92,)),
     Mutation("a spare that died while it validated is lent again", Loan, "has_died", always_is(False), (3693,)),

@@ -27,9 +27,9 @@ from raysgd.core.engine.policies import (
     resizing,
     words,
 )
-from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.group_events import EventKind, GroupEvent, GroupHistory
 from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.replica import HostingReplica, RegroupingReplica, method_of
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.snapshots import Snapshots
 from raysgd.core.engine.startup import Replacements
@@ -538,11 +538,11 @@ class Lifecycle(ABC):
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
             return
         if group.standby.num_ready and self.admits_others():
-            group.ask_beside(replica.hold)
+            group.ask_beside(method_of(HostingReplica.hold))
 
     def admits_others(self) -> bool:
         """Poll the replicas, even during a call. Return True if all replicas would let other workers join now."""
-        reports = self.group.ask_beside(replica.replica_progress) if self.group is not None else {}
+        reports = self.group.ask_beside(method_of(RegroupingReplica.replica_progress)) if self.group is not None else {}
         admitting = [each for each in reports.values() if each is not None and each.admits and not each.obstacle]
         return len(admitting) == self.num_workers
 

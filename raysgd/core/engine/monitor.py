@@ -19,6 +19,7 @@ from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.replica import RegroupingReplica, method_of
 from raysgd.core.engine.shared.types import Answered, Heartbeat
 from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.text.log_lines import Once, named
@@ -308,7 +309,7 @@ class Monitor:
         newest = min(heartbeat.snapshot for heartbeat in self.heartbeats.values())
         if newest <= self._snapshot:
             return
-        parts = group.ask_beside(replica.part_of_snapshot, newest)
+        parts = group.ask_beside(method_of(RegroupingReplica.part_of_snapshot), newest)
         if None in parts.values() and self._once.is_first("snapshots too fast"):
             logger.warning(
                 "snapshots inside the call are taken too often to collect each one, so a restart may lose more steps. "
@@ -379,14 +380,14 @@ class Monitor:
             margin = 1  # there is no other rank to agree with, so stop after the current step
         self._num_holds += 1
         number = self._num_holds
-        answers = group.ask_beside(replica.propose_hold, number, margin, None, ranks=[0])
+        answers = group.ask_beside(method_of(RegroupingReplica.propose_hold), number, margin, None, ranks=[0])
         at = answers.get(0)
         if at is not None:
             others = range(1, len(group))
-            answers |= group.ask_beside(replica.propose_hold, number, margin, at, ranks=others)
+            answers |= group.ask_beside(method_of(RegroupingReplica.propose_hold), number, margin, at, ranks=others)
         is_refused = any(answer is None or answer != at for answer in answers.values())
         is_agreed = len(answers) == len(group) and not is_refused
-        resolved = group.ask_beside(replica.resolve_hold, number, is_agreed)
+        resolved = group.ask_beside(method_of(RegroupingReplica.resolve_hold), number, is_agreed)
         if answers or resolved:
             self._heard_at = self._lifecycle.now()
         self._is_holding = is_agreed
@@ -403,7 +404,7 @@ class Monitor:
         holds = filter(None, group.ask_beside(replica.last_hold).values())
         self._num_holds, is_agreed = max(holds, default=(0, False))
         if self._num_holds:
-            group.ask_beside(replica.resolve_hold, self._num_holds, is_agreed)
+            group.ask_beside(method_of(RegroupingReplica.resolve_hold), self._num_holds, is_agreed)
 
 
 def _place(heartbeat: Heartbeat | None) -> str:

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import EverySeconds, GroupSpec
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.replica import Capture, RegroupingReplica, Replica, method_of, nothing, taken_over
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer
 from raysgd.exceptions import WorkersLostError
@@ -64,7 +63,7 @@ class Snapshot:
         own, progress = own_states(self.rank_states, num_ranks), self.progress
         if progress is None:
             return [(state,) for state in own]
-        return [(state, progress[0], replica.taken_over(progress, rank, num_ranks)) for rank, state in enumerate(own)]
+        return [(state, progress[0], taken_over(progress, rank, num_ranks)) for rank, state in enumerate(own)]
 
 
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:
@@ -570,8 +569,8 @@ class Snapshots:
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):
-                return group.fetch(0, replica.fetch, wanted)
-            return group.fetch_parts(replica.fetch, wanted)
+                return group.fetch(0, method_of(Replica.fetch), wanted)
+            return group.fetch_parts(method_of(Replica.fetch), wanted)
 
         self.take_captures(parts, fetch, is_first=is_first)
 
@@ -588,13 +587,13 @@ class Snapshots:
             parts = self.landed.shared_state.best_on({info.node_id for info in group.infos})
             self.landed = replace(self.landed, shared_state=parts)
         if (snapshot := self.landed) is not None:
-            function: Callable[..., Any] = replica.restore if snapshot.progress is None else replica.restore_inside
+            restore = Replica.restore if snapshot.progress is None else RegroupingReplica.restore_inside
             rests, shared = snapshot.for_ranks(len(group)), group.share(snapshot.shared_state)
             args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
             if snapshot.progress is not None:  # all ranks read it from one stored copy, because it grows with the group
                 everyones = group.share([each.for_others() for each in snapshot.progress])
                 args = {rank: (*given, everyones[rank]) for rank, given in args.items()}
-            report = group.on_replica(function, args, on_wait=on_wait)
+            report = group.on_replica(method_of(restore), args, on_wait=on_wait)
         is_inside = self.is_inside
         if self._calls:
             logger.info("repeating the calls that the last snapshot does not cover: %s", self.restored_from())
@@ -633,4 +632,4 @@ class Snapshots:
 
 def copy_call() -> Call:
     """Return a call that does nothing. The workers copy their training state after this call."""
-    return Call(replica.nothing, captures=True)
+    return Call(nothing, captures=True)

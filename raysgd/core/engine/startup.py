@@ -19,8 +19,8 @@ from raysgd.core.engine.gathering import LivenessCheck, await_all, quiet_s
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import why_not_started
-from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.replica import SpareReplica, method_of
 from raysgd.core.engine.shared.types import Answered, Failed, WorkerInfo, World
 from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerProcess, notes_of, pack
 from raysgd.exceptions import OnFailure
@@ -182,7 +182,7 @@ class Loan:
         with self._lock:
             self.is_recalled = True
             if self.call is not None:
-                self._worker.submit(WorkerProcess.beside, replica.leave_call, self._number)
+                self._worker.submit(WorkerProcess.beside, method_of(SpareReplica.leave_call), self._number)
 
     @property
     def is_over(self) -> bool:

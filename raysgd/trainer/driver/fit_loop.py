@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from raysgd.callbacks.callback import Callback, Run
@@ -30,7 +31,6 @@ from raysgd.trainer.driver.calls import EpochLeft, TrainerCalls, epoch_options
 from raysgd.trainer.driver.fit_epoch import EpochResults, Pauses
 from raysgd.trainer.driver.fit_steps import StepReports
 from raysgd.trainer.driver.leaving import Leaving, answer_signal
-from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch, open_steps_from_data
 from raysgd.trainer.messages.epochs import VALIDATES
 
@@ -562,12 +562,12 @@ class FitRun:
         """Return how many batches each worker has trained on over all epochs. Called while workers are idle."""
         if self._known_step is not None:
             return self._known_step
-        step: list[int] = self._life.controller.run(Call(replica_calls.global_step, rank=0))
+        step: list[int] = self._life.controller.run(Call(attrgetter("operator.global_step"), rank=0))
         return step[0]
 
     def _epochs_done(self) -> int:
         """Return how many epochs the workers have completed. Called while workers are idle."""
-        done: list[int] = self._life.controller.run(Call(replica_calls.epochs_done, rank=0))
+        done: list[int] = self._life.controller.run(Call(attrgetter("epochs_done"), rank=0))
         return done[0]
 
     # ------------------------------------------------------------------------------------------- saved and resumed

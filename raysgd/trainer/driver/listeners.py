@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number
-from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class ProgressListeners:
         The workers' heartbeats do not include this progress: reading metrics from a GPU may take long, and heartbeats
         must not wait.
         """
-        transfer = self._controller.ensure_group().fetch(0, replica_calls.progress)
+        transfer = self._controller.ensure_group().fetch(0, methodcaller("progress"))
         try:
             progress: CallProgress | None = transfer.result(1.0)
         except Exception as error:  # only log the error: if the worker is lost, the running call itself reports that

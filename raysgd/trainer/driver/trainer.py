@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -119,7 +120,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         """
         assert self._left_file is not None, "it has a folder"
         self.save(self._left_file)
-        [epoch] = self._life.controller.run(Call(replica_calls.epochs_done, rank=0))
+        [epoch] = self._life.controller.run(Call(attrgetter("epochs_done"), rank=0))
         self.history.stop_reason = reason
         Sidecars().write(self._left_file, Sidecar(epoch, self.history))
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.core.numbers.results import CallProgress
-
 
 def execute(replica: Any, fn: Callable[[], Any]) -> Any:
     """Call the user's function without arguments in the worker, and return its result."""
@@ -21,18 +19,3 @@ def execute(replica: Any, fn: Callable[[], Any]) -> Any:
 def apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
     """Call the user's function with the worker's training operator, and return its result."""
     return fn(replica.operator)
-
-
-def epochs_done(replica: Any) -> int:
-    """Return how many epochs the worker has completed."""
-    return replica.epochs_done
-
-
-def global_step(replica: Any) -> int:
-    """Return how many batches the worker has trained on over all epochs."""
-    return replica.operator.global_step
-
-
-def progress(replica: Any) -> CallProgress | None:
-    """Return the progress of the call that the worker is running, or None between calls."""
-    return replica.progress()

@@ -21,9 +21,9 @@ from raysgd.core.engine.policies import FailurePolicy, RetryBudget, are_alike, c
 from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.running_call import RunningCall
 from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, Evacuate, Reuse, Why
-from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed, Left
 from raysgd.core.engine.shared.group_events import EventKind
+from raysgd.core.engine.shared.replica import RegroupingReplica, method_of
 from raysgd.core.engine.shared.types import GroupReport, StateHandover
 from raysgd.core.engine.transfers import LostPartError
 from raysgd.core.engine.worker import StandbyWorker
@@ -147,7 +147,7 @@ class Interpreter:
 
     def ask_progress(self) -> GroupReport:
         """Ask each rank for its progress, which also shows which ranks are lost."""
-        return self._on_all(replica.replica_progress)
+        return self._on_all(method_of(RegroupingReplica.replica_progress))
 
     # ----------------------------------------------------------------------------------------------------- the table
 
@@ -424,7 +424,7 @@ class Interpreter:
     # ---- the state goes to the driver
 
     def _capturing(self, state: states.Capturing) -> states.Captured | states.NotDone:
-        self._current.report = report = self._on_all(replica.capture_here)
+        self._current.report = report = self._on_all(method_of(RegroupingReplica.capture_here))
         if not report.ok:
             return states.NotDone()
         parts = [answer.value for answer in report.values]

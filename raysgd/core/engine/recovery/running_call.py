@@ -23,9 +23,9 @@ from raysgd.core.engine.policies import (
 )
 from raysgd.core.engine.recovery import states
 from raysgd.core.engine.recovery.states import NUM_COPIES, End
-from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call, Completed
 from raysgd.core.engine.shared.group_events import EventKind
+from raysgd.core.engine.shared.replica import nothing, sign_of_life
 from raysgd.core.engine.shared.types import Answered, Failed, GroupReport, HeldAtStep, WorkerInfo
 from raysgd.core.text.log_lines import named
 from raysgd.core.worker_errors import worker_error
@@ -33,7 +33,7 @@ from raysgd.exceptions import RanksDifferError, UnevenStepsError, WorkersLostErr
 
 logger = logging.getLogger(__name__)
 
-_NO_CALL = Call(replica.nothing)
+_NO_CALL = Call(nothing)
 LOST_ON_ITS_WAY = (
     f"The state was lost on its way to the driver {NUM_COPIES} times. The log above names the cause; "
     "too little memory in Ray's object store is a frequent one."
@@ -405,5 +405,5 @@ class RunningCall:
         shrank_at = self.shrank_at
         if shrank_at is None or not is_lack_of_memory(diagnosis):
             return False
-        signs = self._lifecycle.running.ask_beside(replica.sign_of_life, ranks=diagnosis.ranks)
+        signs = self._lifecycle.running.ask_beside(sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= shrank_at for sign in signs.values())

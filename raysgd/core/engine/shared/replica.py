@@ -1,18 +1,19 @@
-"""The interface that the engine expects of a replica, and the functions through which it calls replicas.
+"""The interface that the engine expects of a replica, and what it sends to workers to call a replica.
 
-A worker imports the module of each function that it receives. These functions are therefore in this module, which
-imports no module of the driver.
+A worker imports the module of each function that it receives. This module therefore imports no module of the driver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from raysgd.core.engine.shared.types import Heartbeat, ReplicaProgress, StateHandover, World
 from raysgd.core.text import log_lines
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -157,28 +158,46 @@ class RegroupingReplica(Replica, Protocol):
         """Return this rank's part of the mid-call snapshot with this number, or None if it is no longer stored."""
 
 
+class HostingReplica(Replica, Protocol):
+    """A replica in which a user's function keeps running between calls (`runs_on` of the group spec)."""
+
+    def hold(self) -> None:
+        """Interrupt the running call, so that workers can join a group in which a user's function keeps running.
+
+        The call only waits for messages from the user's function. The function itself is not interrupted.
+        """
+
+
+class SpareReplica(Replica, Protocol):
+    """A replica that can run a call on a spare worker, outside the group."""
+
+    def leave_call(self, number: int) -> None:
+        """Stop the call that the spare worker runs outside the group. The call stops between two batches.
+
+        Args:
+            number: Number of the loan for which the spare worker runs that call. Calls of earlier loans are stopped,
+                too.
+        """
+
+
 ReplicaFactory = Callable[[World], Replica]
+
+
+def method_of(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return a function that can be sent to a worker, and calls the method of the replica that it receives there.
+
+    Args:
+        method: The method as a protocol declares it, for example `Replica.fetch`.
+    """
+    return partial(_call_method, method.__name__)
+
+
+def _call_method(name: str, replica: Any, *args: Any) -> Any:
+    return getattr(replica, name)(*args)
 
 
 def nothing(replica: Replica) -> None:
     """Do nothing. Workers run this function if the only purpose of a call is that they copy their state afterwards."""
-
-
-def fetch(replica: Replica, token: int) -> Any:
-    """Return the copied state that the replica stores for this token."""
-    return replica.fetch(token)
-
-
-def restore(replica: Replica, shared_state: Any, own_state: Any) -> None:
-    """Restore a snapshot that was taken between two calls."""
-    replica.restore(shared_state, own_state)
-
-
-def restore_inside(
-    replica: Any, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any], everyones: Sequence[Any]
-) -> None:
-    """Restore a snapshot that was taken inside a call. See `RegroupingReplica.restore_inside`."""
-    replica.restore_inside(shared_state, own_state, first, parts, everyones)
 
 
 def taken_over(parts: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
@@ -187,11 +206,6 @@ def taken_over(parts: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
     In a group of n ranks, these are the parts of every n-th old rank, starting with the old rank of its own number.
     """
     return parts[rank::num_ranks]
-
-
-def replica_progress(replica: RegroupingReplica) -> ReplicaProgress:
-    """Return how far the replica is in its current or last call, and whether it can continue in a new group."""
-    return replica.replica_progress()
 
 
 def heartbeat(replica: Any) -> Heartbeat | None:
@@ -210,51 +224,7 @@ def sign_of_life(replica: Any) -> Heartbeat | None:
     return heartbeat
 
 
-def part_of_snapshot(replica: RegroupingReplica, number: int) -> Capture | None:
-    """Return this rank's part of the mid-call snapshot with this number, or None if it is no longer stored."""
-    return replica.part_of_snapshot(number)
-
-
-def capture_here(replica: RegroupingReplica) -> Capture:
-    """Copy the training state after the last completed step, even in an interrupted call."""
-    return replica.capture_here()
-
-
-def hold(replica: Any) -> None:
-    """Interrupt the running call, so that workers can join a group in which a user's function keeps running.
-
-    The call only waits for messages from the user's function. The function itself is not interrupted.
-    """
-    replica.hold()
-
-
-def propose_hold(replica: RegroupingReplica, number: int, margin: int, at: int | None) -> int | None:
-    """Propose that the rank stops at a step. Return the step at which it will stop, or None if it cannot stop there.
-
-    See `RegroupingReplica.propose_hold`.
-    """
-    return replica.propose_hold(number, margin, at)
-
-
-def resolve_hold(replica: Any, number: int, is_agreed: bool) -> None:
-    """Deliver the decision on the proposal with this number to the rank.
-
-    See `RegroupingReplica.resolve_hold`.
-    """
-    replica.resolve_hold(number, is_agreed)
-
-
 def last_hold(replica: Any) -> tuple[int, bool]:
     """Return the number of the last proposal to stop, and True if `resolve_hold` confirmed that proposal."""
     last_hold: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
     return last_hold
-
-
-def leave_call(replica: Any, number: int) -> None:
-    """Make a spare worker stop the call that it runs outside the group. The call stops between two batches.
-
-    Args:
-        replica: The spare worker's replica.
-        number: Number of the loan for which the spare worker runs that call. Calls of earlier loans are stopped, too.
-    """
-    replica.leave_call(number)
