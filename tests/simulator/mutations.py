@@ -29,6 +29,7 @@ from raysgd.torch.parallel.copies import TensorCopies
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker import training_call
 from raysgd.trainer.worker.training_call import RankRows
+from tests.helpers.facts import with_facts
 from tests.simulator.program import Program
 from tests.simulator.replica import Run, SimReplica
 from tests.simulator.schedule import Fault, Op, Schedule
@@ -112,7 +113,7 @@ def _classify_as_user(real: Any) -> Any:
 
 def _sees(**known: Any) -> Callable[[Any], Any]:
     """The table is told other facts."""
-    return lambda real: lambda self: replace(real(self), **known)
+    return lambda real: lambda self: with_facts(real(self), **known)
 
 
 def _tells(**fields: Any) -> Callable[[Any], Any]:

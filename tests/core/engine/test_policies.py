@@ -25,7 +25,6 @@ from raysgd.core.engine.policies import (
     why_not_started,
     words,
 )
-from raysgd.core.engine.recovery.states import Known
 from raysgd.core.engine.shared.types import (
     Answered,
     Failed,
@@ -36,6 +35,7 @@ from raysgd.core.engine.shared.types import (
     Unanswered,
     WorkerInfo,
 )
+from tests.helpers.facts import known_of
 from tests.helpers.fakes import failure, fault
 
 
@@ -142,7 +142,7 @@ NOTHING_LEFT = "no retry is left to pay for going on"
 def obstacle_to_continuing(budget: RetryBudget, steps: int) -> str | None:
     """What the table makes of a budget."""
     num_left = budget.num_restarts - budget.num_spent
-    known = Known(
+    known = known_of(
         num_retries=budget.num_restarts,
         num_left=num_left,
         continued_at=budget.continued_at,

@@ -13,7 +13,7 @@ from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.air.session import TrialFacts
 from raysgd.core.engine.policies import RetryBudget
 from raysgd.core.engine.recovery.machine import transition
-from raysgd.core.engine.recovery.states import CallFailed, Do, Known, Running
+from raysgd.core.engine.recovery.states import CallFailed, Do, Running
 from raysgd.core.engine.shared.types import FailureKind
 from raysgd.train._function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType
@@ -21,6 +21,7 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.checkpoint import CheckpointLostError
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.run import FitJob, FitRun, StopConditionMet
+from tests.helpers.facts import known_of
 from tests.train.fit.notes import make_folder
 
 
@@ -159,7 +160,7 @@ class Failing:
         policy, budget = self.policy, self.budget
         policy.renew_if_due(budget, can_continue=False)
         num_left = budget.num_restarts - budget.num_spent
-        known = Known(can_continue=False, retries_user_errors=policy.retries_user_errors, num_left=num_left)
+        known = known_of(can_continue=False, retries_user_errors=policy.retries_user_errors, num_left=num_left)
         step = transition(Running(), CallFailed(kind), known)
         if Do.PAY_FOR_RESTART not in step.commands:
             return "give up" if kind == "died" else "raise error"

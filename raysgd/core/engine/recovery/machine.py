@@ -87,7 +87,9 @@ def transition(state: State, event: Event, known: Known) -> Step:
             return Step(AwaitingSnapshot(EndEarly(parts)), (Do.TAKE_PARTS,))
         case Running(), Paused(leaving=leaving, parts=parts):
             return leave_or_grow(leaving, known, parts)
-        case Running() | Polling(Poll.RESUME), CallFailed(kind) if known.must_end and known.regroups and kind != "user":
+        case Running() | Polling(Poll.RESUME), CallFailed(kind) if (
+            known.must_end and known.spec.regroups and kind != "user"
+        ):
             return Step(Settling(CopyInside(event)))
         case Running() | Polling(Poll.RESUME), CallFailed():
             return _after_failure(event, known)
@@ -120,8 +122,8 @@ def transition(state: State, event: Event, known: Known) -> Step:
         case FillingUp(change, members), Filled(joining, silent, until):
             if silent:
                 return _tear_down(TearingDown(change, members - silent, joining, until), known)
-            if (num_workers := len(members) + len(joining)) < known.min_workers:
-                few = f"{num_workers} workers are left, but {known.min_workers} are needed"
+            if (num_workers := len(members) + len(joining)) < known.scaling.min_workers:
+                few = f"{num_workers} workers are left, but {known.scaling.min_workers} are needed"
                 return _cannot_continue(change, members, known, few)
             if isinstance(change, Reuse):
                 return Step(Rebuilding(change.plan, members, joining))
@@ -226,15 +228,16 @@ def _after_failure(failed: CallFailed, known: Known) -> Step:
         return Step(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
     if failed.needs_refill:
         return Step(Settling(Continue(Why.REFILL, known.members)))
-    if is_user and not (known.retries_user_errors and known.num_left > 0):
+    if is_user and not (known.failures.retries_user_errors and known.num_left > 0):
         if not failed.all_answered:
             return _follow(Raise(End.RAISED_INSIDE), known)
         if not known.keeps_alike or known.is_driver_only:
             return _raise_and_keep(Raise(End.USER_ERROR), known)
         return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
-    if failed.kind == "memory" and known.continues and known.can_continue:  # batches of one sample are a user error
+    continues = known.failures.continues and known.can_continue
+    if failed.kind == "memory" and continues:  # batches of one sample are a user error
         return Step(Settling(Continue(Why.SPLIT, known.members)))
-    if not is_user and known.continues and known.can_continue and known.num_retries > 0:
+    if not is_user and continues and known.num_retries > 0:
         return Step(Settling(Continue(Why.FAILURE, known.members, failed.kind == "disconnected")))
     return _restart_after_failure(known)
 
@@ -242,8 +245,8 @@ def _after_failure(failed: CallFailed, known: Known) -> Step:
 def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> Step:
     """Let workers on nodes that are being removed leave, and others join: between two steps of a call, or two calls."""
     why, staying = Why.DRAIN if leaving else Why.GROW, known.members - leaving
-    commands = (Do.TAKE_PARTS,) if known.in_call and not known.runs_on else ()
-    if not (known.regroups or known.runs_on):
+    commands = (Do.TAKE_PARTS,) if known.in_call and not known.spec.runs_on else ()
+    if not (known.spec.regroups or known.spec.runs_on):
         return Step(AwaitingSnapshot(Restart(why.kind)), commands)
     return Step(TearingDown(Continue(why, staying, parts=parts), staying), commands)
 
@@ -251,8 +254,8 @@ def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> 
 def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Known) -> Step:
     # If a rank had died, stuck ranks might just be slow.
     hangs = (Do.NOTE_HANG,) if has_stuck and isinstance(change, Continue) and change.may_hang else ()
-    if isinstance(change, Reuse) and not known.renews:  # the survivors could not continue, so something may be broken
-        members = NOBODY
+    if isinstance(change, Reuse) and not known.spec.renews:
+        members = NOBODY  # the survivors could not continue, so something may be broken
     return _tear_down(TearingDown(change, members), known).after(*hangs)
 
 
@@ -318,7 +321,7 @@ def _cannot_continue(change: Change, members: Members, known: Known, reason: str
 
 def _enlarge(known: Known) -> Step:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
-    if len(known.members) >= known.min_workers or known.is_ending:
+    if len(known.members) >= known.scaling.min_workers or known.is_ending:
         return Step(Polling(Poll.PAY))
     return Step(TearingDown(Continue(Why.FAILURE, known.members), known.members))
 
@@ -343,7 +346,7 @@ def _without_copy(known: Known) -> Step:
 
 
 def _end_early(plan: EndEarly, known: Known) -> Step:
-    is_too_small = len(known.members) < known.min_workers and not known.is_ending
+    is_too_small = len(known.members) < known.scaling.min_workers and not known.is_ending
     ends = (Do.KILL_GROUP, Record("ended")) if is_too_small else ()
     return Step(Finished(plan), (Do.LEAVE_CALL, *ends))
 
@@ -387,7 +390,7 @@ def restart(plan: Restart, known: Known) -> Step:
 
 def _replace_workers(plan: Restart, known: Known) -> Step:
     """Reuse processes if possible. Otherwise, start others."""
-    has_others = known.renews or (known.regroups and not known.uses_local and known.num_standby > 0)
+    has_others = known.spec.renews or (known.spec.regroups and not known.spec.use_local and known.num_standby > 0)
     if plan.reuses and has_others and not known.is_lost and known.has_snapshot:
         return Step(Settling(Reuse(plan)))
     return _start_others(plan, known)
@@ -404,7 +407,7 @@ def _start_others(plan: Restart, known: Known) -> Step:
 
 
 def _schedule(plan: Restart, known: Known) -> Step:
-    if known.is_ending or plan.attempt >= known.num_attempts:
+    if known.is_ending or plan.attempt >= known.scaling.num_attempts:
         return _end_restart(plan, Raise(End.PROGRAM_ENDS if known.is_ending else End.NO_GROUP), known)
     return Step(Scheduling(plan))
 

@@ -260,19 +260,15 @@ class RunningCall:
     def known(self) -> states.Known:
         """Return what is known now, for the next transition."""
         lifecycle, call, budget, starts = self._lifecycle, self.call, self.budget, self.starts
-        spec, snapshots, scaling, group = lifecycle.spec, lifecycle.snapshots, lifecycle.scaling, lifecycle.group
+        snapshots, group = lifecycle.snapshots, lifecycle.group
         return states.Known(
+            spec=lifecycle.spec,
+            scaling=lifecycle.scaling,
+            failures=self._failures,
             in_call=call is not _NO_CALL,
             was_sent=self.was_sent,
             members=states.NOBODY if group is None else frozenset(group.workers),
             is_driver_only=group is not None and group.is_driver_only,
-            min_workers=scaling.min_workers,
-            regroups=spec.regroups,
-            renews=spec.renews,
-            runs_on=spec.runs_on,
-            uses_local=spec.use_local,
-            continues=self._failures.continues,
-            retries_user_errors=self._failures.retries_user_errors,
             can_continue=call.can_continue,
             keeps_alike=call.keeps_alike,
             must_end=call.leaves is not None and call.leaves(),
@@ -290,7 +286,6 @@ class RunningCall:
             continued_at=budget.continued_at,
             free_from=budget.free_from,
             num_starts_left=None if starts is None else starts.num_restarts - starts.num_spent,
-            num_attempts=scaling.num_attempts,
         )
 
     def raised(self, plan: states.Raise) -> BaseException:

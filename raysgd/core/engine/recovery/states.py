@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Literal, TypeAlias
 
-from raysgd.core.engine.policies import choose_source
+from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy, choose_source
 from raysgd.core.engine.shared.group_events import EventKind
+from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
 
 NUM_COPIES = 4  # how often a state that is lost in transit is copied to the driver
@@ -492,20 +493,16 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class Known:
-    """Facts by which a transition is chosen. All values are plain, and are read just before the transition.
+    """Facts by which a transition is chosen. All values are frozen, and are read just before the transition.
 
     Attributes:
+        spec: The group's settings.
+        scaling: How many workers to run.
+        failures: Which failed calls are retried, and how.
         in_call: True if a call is running.
         was_sent: True if a rank may have received the call.
         members: Workers of the current group. Nobody if the group was killed.
         is_driver_only: True if the driver is the only worker.
-        min_workers: Smallest number of workers.
-        regroups: True if replicas can continue in another group.
-        renews: True if replicas can be rebuilt in their processes.
-        runs_on: True if replicas run a function that keeps running between calls.
-        uses_local: True if rank 0 is the driver.
-        continues: True if survivors continue a failed call.
-        retries_user_errors: True if exceptions in user code are retried.
         can_continue: True if the call can continue in another group.
         keeps_alike: True if ranks that fail apart in this call are out of sync.
         must_end: True if the call must end early.
@@ -522,39 +519,33 @@ class Known:
         num_left: Retries that are left.
         continued_at: Position in the call at which survivors continued the last time. None if they have not.
         free_from: Continuing is free from this position on.
-        num_starts_left: Retries of a start that are left. None if only `num_attempts` limits starts.
-        num_attempts: Number of attempts to start a group.
+        num_starts_left: Retries of a start that are left. None if only the scaling's `num_attempts` limits starts.
     """
 
-    in_call: bool = True
-    was_sent: bool = True
-    members: Members = frozenset({0, 1})
-    is_driver_only: bool = False
-    min_workers: int = 1
-    regroups: bool = True
-    renews: bool = False
-    runs_on: bool = False
-    uses_local: bool = False
-    continues: bool = True
-    retries_user_errors: bool = False
-    can_continue: bool = True
-    keeps_alike: bool = True
-    must_end: bool = False
-    is_ending: bool = False
-    is_cut_off: bool = False
-    only_in_workers: bool = False
-    in_transit: bool = False
-    is_lost: bool = False
-    has_snapshot: bool = True
-    is_inside: bool = False
-    num_standby: int = 0
-    num_lost_copies: int = 0
-    num_retries: float = 3
-    num_left: float = 3
-    continued_at: int | None = None
-    free_from: float = 1
-    num_starts_left: float | None = None
-    num_attempts: int = 10
+    spec: GroupSpec = field(hash=False)  # its resources are a dict
+    scaling: ScalingPolicy
+    failures: FailurePolicy
+    in_call: bool
+    was_sent: bool
+    members: Members
+    is_driver_only: bool
+    can_continue: bool
+    keeps_alike: bool
+    must_end: bool
+    is_ending: bool
+    is_cut_off: bool
+    only_in_workers: bool
+    in_transit: bool
+    is_lost: bool
+    has_snapshot: bool
+    is_inside: bool
+    num_standby: int
+    num_lost_copies: int
+    num_retries: float
+    num_left: float
+    continued_at: int | None
+    free_from: float
+    num_starts_left: float | None
 
     @property
     def without_group(self) -> Known:

@@ -62,6 +62,7 @@ from raysgd.core.engine.recovery.states import (
     Why,
 )
 from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
+from tests.helpers.facts import known_of, with_facts
 
 NUM_KNOWN, NUM_KNOWN_IN_SOAK = 12, 300
 MOST_NODES = 300_000
@@ -232,7 +233,7 @@ def drawn_known(seed: int) -> Known:
     rng = random.Random(seed)
     regroups, only_in_workers = rng.random() < 0.7, rng.random() < 0.4
     is_driver_only = rng.random() < 0.1
-    return Known(
+    return known_of(
         in_call=rng.random() < 0.8,
         members=frozenset({0}) if is_driver_only else BOTH,
         is_driver_only=is_driver_only,
@@ -276,12 +277,12 @@ def wrong_in(seeds: range) -> set[str]:
 
 def following_states() -> dict[str, list[str]]:
     """Which states follow each state in some runs, without `Finished`, in the order of the road."""
-    known = Known(num_retries=1, num_left=1, num_attempts=2)
+    known = known_of(num_retries=1, num_left=1, num_attempts=2)
     only_state = replace(known, only_in_workers=True, is_lost=True, has_snapshot=False, can_continue=False)
     places: set[Node] = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "NUM_COPIES", 2)  # less to walk
-        for each in (known, replace(known, must_end=True), replace(known, regroups=False, renews=True), only_state):
+        for each in (known, replace(known, must_end=True), with_facts(known, regroups=False, renews=True), only_state):
             places |= walked(Node(Running(), each, num_interrupts=MOST_INTERRUPTS))[0]
         steps = {(node.state, after(node, event)[0].state) for node in places for event in events(node)}
     names = {(type(state).__name__, type(following).__name__) for state, following in steps}
@@ -311,7 +312,7 @@ def test_a_command_that_is_missing_is_found(missing: Do, fault: str, monkeypatch
         step = transition(state, event, known)
         return Step(step.state, tuple(command for command in step.commands if command is not missing))
 
-    known = Known(
+    known = known_of(
         num_retries=1, num_left=1, num_attempts=2, must_end=True, renews=True, only_in_workers=True, is_lost=True
     )
     monkeypatch.setattr(machine, "NUM_COPIES", 2)
@@ -330,7 +331,7 @@ def test_every_run_of_many_more_facts_ends_and_keeps_the_state_and_the_retries()
 
 def decided(kind: FailureKind, num_left: float, **known: Any) -> str:
     """What follows a call that failed: ranks continue, a restart is paid for, or an error is raised."""
-    step = transition(Running(), CallFailed(kind), Known(num_left=num_left, **known))
+    step = transition(Running(), CallFailed(kind), known_of(num_left=num_left, **known))
     match step.state:
         case Settling(Continue(Why.FAILURE)):
             return "continue"
