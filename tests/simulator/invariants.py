@@ -37,8 +37,8 @@ class Hooks(GroupHooks):
 class WatchedBudget(RetryBudget):
     """A budget whose payments are checked against what the documentation promises."""
 
-    def __init__(self, num_restarts: float, invariants: Invariants) -> None:
-        super().__init__(num_restarts)
+    def __init__(self, num_retries: float, invariants: Invariants) -> None:
+        super().__init__(num_retries)
         self._invariants = invariants
         self.num_restored = 0
         self._last_rejoin: int | None = None
@@ -59,7 +59,7 @@ class WatchedBudget(RetryBudget):
         self._last_rejoin = None
         self.num_restored += 1
         self._invariants.require(self.num_spent == before + 1, "a restart was free")
-        self._invariants.require(self.num_spent <= self.num_restarts, "more retries were spent than there are")
+        self._invariants.require(self.num_spent <= self.num_retries, "more retries were spent than there are")
 
 
 class Invariants:

@@ -19,7 +19,7 @@ from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.core.engine.recovery import interpreter, machine, running_call, states
 from raysgd.core.engine.recovery.interpreter import Interpreter
 from raysgd.core.engine.recovery.running_call import RunningCall
-from raysgd.core.engine.recovery.states import Do, Done, End, Finished, Known, Lost, Raise, Step
+from raysgd.core.engine.recovery.states import Do, Done, End, Finished, Known, Lost, Raise, Transition
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
@@ -486,11 +486,11 @@ def _form_with_the_stateless(real: Any) -> Any:
 
 
 def _keep_the_small(real: Any) -> Any:
-    return lambda plan, known: Step(Finished(plan), (Do.LEAVE_CALL,))
+    return lambda plan, known: Transition(Finished(plan), (Do.LEAVE_CALL,))
 
 
 def _keep_the_interrupted(real: Any) -> Any:
-    return lambda state, interrupt, known: Step(Finished(Raise(End.INTERRUPTED)))
+    return lambda state, interrupt, known: Transition(Finished(Raise(End.INTERRUPTED)))
 
 
 def _begins_late(real: Any) -> Any:

@@ -477,11 +477,11 @@ class Program:
             if "switches snapshots off" in str(error):
                 require(self._simulation.schedule.snapshot_every_s is None, why)
                 return
-            is_spent = budget.num_spent >= budget.num_restarts or "used up" not in str(error)
+            is_spent = budget.num_spent >= budget.num_retries or "used up" not in str(error)
             require(has_loss or kinds["room goes"] > 0, why)
             self._invariants.check_spent(budget.num_spent)
             require(
-                is_spent or op.kind == "start", f"{why}, though {budget.num_spent} of {budget.num_restarts} are spent"
+                is_spent or op.kind == "start", f"{why}, though {budget.num_spent} of {budget.num_retries} are spent"
             )
         elif isinstance(error, ReservationTimeoutError):
             require(op.kind == "start" and (has_loss or kinds["room goes"] > 0), why)

@@ -15,7 +15,7 @@ from raysgd.core.engine.recovery.states import (
     Record,
     Settling,
     State,
-    Step,
+    Transition,
 )
 
 if TYPE_CHECKING:
@@ -41,20 +41,22 @@ class Transitions:
     def follow(self, controller: ElasticController) -> None:
         """From now on, record those of this controller."""
         recovery = controller.recovery
-        step_of = recovery._next
+        next_of = recovery._next
 
-        def visit(state: State, event: Event, known: Known) -> Step:
+        def visit(state: State, event: Event, known: Known) -> Transition:
             self.visited.append((state, event, known))
-            step = step_of(state, event, known)
-            self._simulation.tell(f"TABLE {_short(state)} {_short(event)} -> {_short(step.state)} {_commands(step)}")
+            transition = next_of(state, event, known)
+            self._simulation.tell(
+                f"TABLE {_short(state)} {_short(event)} -> {_short(transition.state)} {_commands(transition)}"
+            )
             if self.watches_only_state:
-                self._watch(step)
-            return step
+                self._watch(transition)
+            return transition
 
         recovery._next = visit  # type: ignore[method-assign]
 
-    def _watch(self, step: Step) -> None:
-        invariants, controller, state = self._simulation.invariants, self._simulation.controller, step.state
+    def _watch(self, transition: Transition) -> None:
+        invariants, controller, state = self._simulation.invariants, self._simulation.controller, transition.state
         change = state.change if isinstance(state, Settling) else None
         if isinstance(change, CopyInside | Evacuate) and not change.num_copies:
             self._befallen = dict(self._simulation.befalling.kinds)
@@ -62,7 +64,7 @@ class Transitions:
             workers = zip(group.workers, group.processes, strict=True)
             # A newcomer may not have received the state yet.
             self._living = [each for worker, each in workers if not each.is_dead and worker not in controller.newcomers]
-        elif Do.GIVE_STATE_UP in step.commands:
+        elif Do.GIVE_STATE_UP in transition.commands:
             invariants.check_given_up_state(self._living, self._befallen)
 
 
@@ -70,10 +72,10 @@ def _short(thing: object) -> str:
     return type(thing).__name__
 
 
-def _commands(step: Step) -> list[str]:
+def _commands(transition: Transition) -> list[str]:
     def word(command: object) -> str:
         if isinstance(command, Record):
             return f"Record({command.kind})"
         return "Abandon" if isinstance(command, Abandon) else command.name  # type: ignore[attr-defined]
 
-    return [word(command) for command in step.commands]
+    return [word(command) for command in transition.commands]

@@ -1,6 +1,7 @@
 """The worker group: starts workers, runs functions on them, finds the survivors of a failure, and stops the workers.
 
-Failures of remote workers are returned as `Outcome`s, never raised. This module retries nothing.
+Failures of remote workers are returned as `Outcome`s, never raised. A start replaces workers that die before they are
+connected. Nothing else is retried here.
 """
 
 from __future__ import annotations

@@ -279,12 +279,14 @@ class RetryBudget:
     """Counts the retries of one call, or of several calls that share one number of retries.
 
     A restart always costs a retry. Continuing in place with the survivors of a failure is free after enough progress:
-    at least one step of the call, and at least two steps since the survivors last continued. Otherwise, continuing
-    costs a retry, too. After a hang, continuing always costs a retry, because the code may hang again. Survivors that
-    completed no step since they last continued cannot continue again, because continuing may have broken them.
+    at least one step of the call, and a position at least 2 beyond the one at which the survivors last continued. That
+    takes two steps, but only one with `accumulate_grad_batches=2`, because the position counts global batches.
+    Otherwise, continuing costs a retry, too. After a hang, continuing always costs a retry, because the code may hang
+    again. Survivors that completed no step since they last continued cannot continue again, because continuing may
+    have broken them.
 
     Args:
-        num_restarts: Number of retries, possibly infinite. If it is 0, the first failure ends the call, even if
+        num_retries: Number of retries, possibly infinite. If it is 0, the first failure ends the call, even if
             continuing would be free.
 
     Attributes:
@@ -293,8 +295,8 @@ class RetryBudget:
         continued_at: Position in the call at which the survivors last continued. None after a restart.
     """
 
-    def __init__(self, num_restarts: float) -> None:
-        self.num_restarts = num_restarts
+    def __init__(self, num_retries: float) -> None:
+        self.num_retries = num_retries
         self.renew()
 
     def renew(self) -> None:
@@ -306,7 +308,7 @@ class RetryBudget:
 
     @property
     def is_spent(self) -> bool:
-        return self.num_spent >= self.num_restarts
+        return self.num_spent >= self.num_retries
 
     def note_hang(self) -> None:
         """Record that the next recovery was caused by a hung worker. Continuing then costs a retry."""
@@ -317,7 +319,7 @@ class RetryBudget:
         """Position in the call from which continuing with the survivors costs no retry.
 
         One step since the survivors last continued is not enough: code that fails after every step also completes one
-        step between two failures.
+        step between two failures. A step that accumulates the gradients of several global batches counts as several.
         """
         if self._has_hung:
             return float("inf")

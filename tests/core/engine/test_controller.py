@@ -279,15 +279,15 @@ def test_the_first_start_waits_for_the_full_number_and_no_longer_than_told() -> 
     assert (trainer.kernel.now - began, trainer.num_started) == (pytest.approx(20, abs=1), 0)
 
 
-@pytest.mark.parametrize("num_restarts", [0, 2])
-def test_a_budget_for_starts_is_what_they_cost(num_restarts: int) -> None:
-    budget = RetryBudget(num_restarts)
+@pytest.mark.parametrize("num_retries", [0, 2])
+def test_a_budget_for_starts_is_what_they_cost(num_retries: int) -> None:
+    budget = RetryBudget(num_retries)
     trainer = Trainer(start_budget=budget, **RESTARTS)
-    told = f"start-up failed.*the {num_restarts} allowed retries are used up"
+    told = f"start-up failed.*the {num_retries} allowed retries are used up"
     with pytest.raises(WorkersLostError, match=told):
         trainer.started(dies(0, at="built", nth=range(1, 11)))
-    assert trainer.num_started == 3 * (1 + num_restarts)
-    assert (budget.num_spent, budget.num_refused) == (num_restarts, 1)
+    assert trainer.num_started == 3 * (1 + num_retries)
+    assert (budget.num_spent, budget.num_refused) == (num_retries, 1)
 
 
 def test_a_start_on_what_there_is_room_for_costs_the_same() -> None:

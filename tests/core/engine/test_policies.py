@@ -124,9 +124,9 @@ def test_free_pieces_on_two_nodes_are_no_reason_to_grow() -> None:
     assert policy(4).grow(view(1, 1), Resources(num_cpus=2), 2, 2) == 0
 
 
-def spent(num_restarts: int, num_restored: int) -> RetryBudget:
+def spent(num_retries: int, num_restored: int) -> RetryBudget:
     """A budget of which so much was used up by rebuilds."""
-    budget = RetryBudget(num_restarts)
+    budget = RetryBudget(num_retries)
     for _ in range(num_restored):
         budget.pay_for_restart()
     return budget
@@ -141,9 +141,9 @@ NOTHING_LEFT = "no retry is left to pay for going on"
 
 def obstacle_to_continuing(budget: RetryBudget, steps: int) -> str | None:
     """What the table makes of a budget."""
-    num_left = budget.num_restarts - budget.num_spent
+    num_left = budget.num_retries - budget.num_spent
     known = known_of(
-        num_retries=budget.num_restarts,
+        num_retries=budget.num_retries,
         num_left=num_left,
         continued_at=budget.continued_at,
         free_from=budget.free_from,
@@ -152,7 +152,7 @@ def obstacle_to_continuing(budget: RetryBudget, steps: int) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("num_restarts", "went_on_at", "progress", "expected"),
+    ("num_retries", "went_on_at", "progress", "expected"),
     [
         (3, (), 0, None),
         (3, (), 5, None),
@@ -173,24 +173,24 @@ def obstacle_to_continuing(budget: RetryBudget, steps: int) -> str | None:
     ],
 )
 def test_survivors_go_on_once_without_a_step_and_then_are_replaced(
-    num_restarts: int, went_on_at: tuple[int | str, ...], progress: int, expected: str | None
+    num_retries: int, went_on_at: tuple[int | str, ...], progress: int, expected: str | None
 ) -> None:
-    budget = RetryBudget(num_restarts)
+    budget = RetryBudget(num_retries)
     for event in went_on_at:
         budget.pay_for_continuing(event) if isinstance(event, int) else budget.pay_for_restart()
     assert obstacle_to_continuing(budget, progress) == expected
 
 
 @pytest.mark.parametrize(
-    ("num_restarts", "went_on_at", "is_spent"),
+    ("num_retries", "went_on_at", "is_spent"),
     [
         (1, (1, 3, 5, 9), False),
         (3, (7, 8, 9, 10), True),  # after one step since the last time
         (1, (0,), True),  # before the first step
     ],
 )
-def test_going_on_is_free_while_there_is_progress(num_restarts: int, went_on_at: list[int], is_spent: bool) -> None:
-    budget = RetryBudget(num_restarts)
+def test_going_on_is_free_while_there_is_progress(num_retries: int, went_on_at: list[int], is_spent: bool) -> None:
+    budget = RetryBudget(num_retries)
     for progress in went_on_at:
         budget.pay_for_continuing(progress)
     assert budget.is_spent is is_spent

@@ -159,7 +159,7 @@ class Failing:
     def fail(self, kind: FailureKind) -> str:
         policy, budget = self.policy, self.budget
         policy.renew_if_due(budget, can_continue=False)
-        num_left = budget.num_restarts - budget.num_spent
+        num_left = budget.num_retries - budget.num_spent
         known = known_of(can_continue=False, retries_user_errors=policy.retries_user_errors, num_left=num_left)
         step = transition(Running(), CallFailed(kind), known)
         if Do.PAY_FOR_RESTART not in step.commands:

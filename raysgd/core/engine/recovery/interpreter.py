@@ -98,7 +98,7 @@ class Interpreter:
         """
         self._begin("", call, budget, number)
         is_resumed = number is not None and number.is_resumed
-        ended = self._follow(states.Step(states.Running("resume" if is_resumed else "start")))
+        ended = self._follow(states.Transition(states.Running("resume" if is_resumed else "start")))
         assert ended is not None, "a call that runs ends"
         return ended
 
@@ -151,8 +151,8 @@ class Interpreter:
 
     # ----------------------------------------------------------------------------------------------------- the table
 
-    def _follow(self, step: states.Step) -> Completed | Left | None:
-        """Perform the commands of each step, and wait for what its state names, until the recovery is over.
+    def _follow(self, transition: states.Transition) -> Completed | Left | None:
+        """Perform the commands of each transition, and wait for what its state names, until the recovery is over.
 
         Return how the call has ended. None if none runs.
         """
@@ -162,12 +162,11 @@ class Interpreter:
             while True:
                 try:
                     if event is not None:
-                        done, step = step.state, self._next(step.state, event, self._current.known())
-                    self.state, state = step.state, step.state
+                        done, transition = transition.state, self._next(transition.state, event, self._current.known())
+                    self.state = state = transition.state
                     plan = state.plan if isinstance(state, states.Finished) else None
-                    error = self._current.raised(plan) if isinstance(plan, states.Raise) else None
-                    self._current.error = error
-                    for command in step.commands:
+                    self._current.error = error = self._current.raised(plan) if isinstance(plan, states.Raise) else None
+                    for command in transition.commands:
                         self._do(command, done, event, state)
                     if isinstance(state, states.Finished):
                         break
@@ -184,10 +183,10 @@ class Interpreter:
             raise error
         return Left(list(plan.parts)) if isinstance(plan, states.EndEarly) else None
 
-    def _next(self, state: states.State, event: states.Event, known: states.Known) -> states.Step:
-        step = machine.transition(state, event, known)
-        logger.debug("%s, %s -> %s", *(type(each).__name__ for each in (state, event, step.state)))
-        return step
+    def _next(self, state: states.State, event: states.Event, known: states.Known) -> states.Transition:
+        transition = machine.transition(state, event, known)
+        logger.debug("%s, %s -> %s", *(type(each).__name__ for each in (state, event, transition.state)))
+        return transition
 
     def _interrupt(self, error: BaseException) -> states.Interrupted:
         """An error has ended a wait."""
@@ -320,10 +319,10 @@ class Interpreter:
             return states.UserRaised(what)
         # Ranks that have not answered are not in this set, because they may just be slow.
         dead = {rank for rank, failure in failed.items() if failure is not None} or set(failed)
-        left = group.of_ranks(rank for rank in staying if rank not in dead)
-        if isinstance(change, Reuse) and not left:
+        remaining = group.of_ranks(rank for rank in staying if rank not in dead)
+        if isinstance(change, Reuse) and not remaining:
             group.standby.kill_unresponsive()
-        return states.Lost(left)
+        return states.Lost(remaining)
 
     def _keep_only(self, members: states.Members) -> None:
         """Kill the workers that are not members, and free their slots."""

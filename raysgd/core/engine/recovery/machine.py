@@ -62,15 +62,15 @@ from raysgd.core.engine.recovery.states import (
     Scheduling,
     Settling,
     State,
-    Step,
     Survivors,
     TearingDown,
+    Transition,
     UserRaised,
     Why,
 )
 
 
-def transition(state: State, event: Event, known: Known) -> Step:
+def transition(state: State, event: Event, known: Known) -> Transition:
     """Return what follows when the wait of `state` has ended with `event`.
 
     Raises:
@@ -82,33 +82,31 @@ def transition(state: State, event: Event, known: Known) -> Step:
 
         # ---- the call
         case Running(), CallRefused(why, error):
-            return Step(AwaitingSnapshot(Raise(why, error=error)))
+            return Transition(AwaitingSnapshot(Raise(why, error=error)))
         case Running(), Paused(must_end=True, parts=parts):
-            return Step(AwaitingSnapshot(EndEarly(parts)), (Do.TAKE_PARTS,))
+            return Transition(AwaitingSnapshot(EndEarly(parts)), (Do.TAKE_PARTS,))
         case Running(), Paused(leaving=leaving, parts=parts):
             return leave_or_grow(leaving, known, parts)
-        case Running() | Polling(Poll.RESUME), CallFailed(kind) if (
-            known.must_end and known.spec.regroups and kind != "user"
-        ):
-            return Step(Settling(CopyInside(event)))
-        case Running() | Polling(Poll.RESUME), CallFailed():
+        case Running() | Polling(Poll.RESUME), CallFailed(kind):
+            if known.must_end and known.spec.regroups and kind != "user":
+                return Transition(Settling(CopyInside(event)))
             return _after_failure(event, known)
 
         # ---- ranks report their progress
         case Polling(Poll.RESUME), Polled():
-            return Step(Running("resume"))
+            return Transition(Running("resume"))
         case Polling(Poll.COMPARE), Polled(are_alike=True):
             return _raise_and_keep(Raise(End.USER_ERROR), known)
         case Polling(Poll.COMPARE), Polled() | CallFailed():
-            return Step(AwaitingSnapshot(Raise(End.RAISED_APART)))
+            return Transition(AwaitingSnapshot(Raise(End.RAISED_APART)))
         case Polling(Poll.PAY), CallFailed():  # the next attempt fails, too, and pays
-            return Step(Running("resume"))
+            return Transition(Running("resume"))
         case Polling(Poll.PAY), Polled(position=position):
             obstacle = known.obstacle_to_continuing(position)
             if obstacle is None:
-                return Step(Running("resume"), (Do.PAY_TO_CONTINUE,))
-            step = _give_up(known) if known.is_ending else _restart_after_failure(known)
-            return step.after(Abandon(Continue(Why.FAILURE), known.members, obstacle))
+                return Transition(Running("resume"), (Do.PAY_TO_CONTINUE,))
+            result = _give_up(known) if known.is_ending else _restart_after_failure(known)
+            return result.after(Abandon(Continue(Why.FAILURE), known.members, obstacle))
 
         # ---- a change in place
         case Settling(change), Survivors(members, has_stuck):
@@ -117,8 +115,8 @@ def transition(state: State, event: Event, known: Known) -> Step:
             return _with_progress(state, event, known)
         case TearingDown(change, members), UserRaised(words):
             return _cannot_continue(change, members, known, words)
-        case TearingDown(), Lost(left):
-            return _tear_down(replace(state, members=left), known)
+        case TearingDown(), Lost(remaining):
+            return _tear_down(replace(state, members=remaining), known)
         case FillingUp(change, members), Filled(joining, silent, until):
             if silent:
                 return _tear_down(TearingDown(change, members - silent, joining, until), known)
@@ -126,28 +124,28 @@ def transition(state: State, event: Event, known: Known) -> Step:
                 few = f"{num_workers} workers are left, but {known.scaling.min_workers} are needed"
                 return _cannot_continue(change, members, known, few)
             if isinstance(change, Reuse):
-                return Step(Rebuilding(change.plan, members, joining))
-            return Step(Regrouping(change, members, joining, reports=state.reports))
+                return Transition(Rebuilding(change.plan, members, joining))
+            return Transition(Regrouping(change, members, joining, reports=state.reports))
         case Regrouping(), Formed(moves_rank_0):
             return _with_group(state, moves_rank_0, known)
         case Regrouping(change, members), UserRaised(words):
             return _cannot_continue(_regrouped(change), members, known, words)
-        case Regrouping(change, members), Lost(left, words):
-            if left == known.members:  # the next attempt would fail, too
+        case Regrouping(change, members), Lost(remaining, words):
+            if remaining == known.members:  # the next attempt would fail, too
                 return _cannot_continue(_regrouped(change), members, known, words, is_failure=True)
-            return _tear_down(TearingDown(_regrouped(change), left), known, words)
+            return _tear_down(TearingDown(_regrouped(change), remaining), known, words)
 
         # ---- the state goes to the driver
         case Capturing(CopyInside()), Captured(is_inside=False):
             return _enlarge(known)  # a copy from after the call would repeat the call
         case Capturing(change), Captured(parts=parts):
-            return Step(AwaitingCopy(change, parts), (Do.TAKE_PARTS,))
+            return Transition(AwaitingCopy(change, parts), (Do.TAKE_PARTS,))
         case (Capturing(change), NotDone()) | (AwaitingCopy(change), LostInTransit()):
             return _copy_again(change, known)
         case AwaitingCopy(CopyInside(), parts), Landed():
             return _end_early(EndEarly(parts), known)
         case AwaitingCopy(Evacuate(plan)), Landed():
-            return _follow(plan, known)
+            return _begin_plan(plan, known)
         case AwaitingSnapshot(EndEarly() as plan), Landed():
             return _end_early(plan, known)
         case AwaitingSnapshot(EndEarly()), LostInTransit():
@@ -155,38 +153,38 @@ def transition(state: State, event: Event, known: Known) -> Step:
                 return _without_copy(known)
             if known.num_lost_copies == NUM_COPIES:  # the ranks only wait between two steps
                 return _raise_and_keep(Raise(End.LOST_COPIES), known)
-            return Step(Polling(Poll.RESUME))
+            return Transition(Polling(Poll.RESUME))
         case AwaitingBriefly(plan), Landed() | LostInTransit():
             return _replace_workers(plan, known)
         case AwaitingSnapshot(Raise() | Restart() as plan), Landed() | LostInTransit():
-            return _follow(plan, known)
+            return _begin_plan(plan, known)
 
         # ---- back to the last snapshot
         case Scheduling(plan), Resources(0):
             return _schedule(plan.next_attempt, known)
         case Scheduling(plan), Resources(num_workers, num_spares):
-            return Step(Launching(plan, num_workers, num_spares))
+            return Transition(Launching(plan, num_workers, num_spares))
         case Launching(Restart("started")), Done():
-            return Step(Finished(), (Record("started"),))
+            return Transition(Finished(), (Record("started"),))
         case Launching(plan), Done():
-            return Step(Restoring(replace(plan, is_launched=True)))
+            return Transition(Restoring(replace(plan, is_launched=True)))
         case Launching(plan), NotDone():
             return _start_again(plan, known)
         case Launching(plan), NotGranted():
             return _schedule(plan.next_attempt, known)
         case Rebuilding(plan) | Replacing(plan), Done():
-            return Step(Restoring(plan), (Do.DROP_IN_TRANSIT,))
+            return Transition(Restoring(plan), (Do.DROP_IN_TRANSIT,))
         case Rebuilding(plan) | Replacing(plan), NotDone():
             return _start_others(plan, known)
         case Restoring(plan), Done():
             next_state = Running("resume" if known.is_inside else "start") if known.in_call else Finished()
-            return Step(next_state, (Record(plan.kind),))
+            return Transition(next_state, (Record(plan.kind),))
         case Restoring(plan), NotDone():
-            return Step(Replacing(plan))
+            return Transition(Replacing(plan))
     raise AssertionError(f"{state} cannot end with {event}")
 
 
-def _interrupted(state: State, interrupt: Interrupted, known: Known) -> Step:
+def _interrupted(state: State, interrupt: Interrupted, known: Known) -> Transition:
     """Ctrl-C, `stop`, or an error in the driver or in user code."""
     plan, why = _plan_of(state), Raise(End.INTERRUPTED, error=interrupt.error)
     if isinstance(state, Running) and (interrupt.is_unsent or not known.was_sent):
@@ -196,8 +194,8 @@ def _interrupted(state: State, interrupt: Interrupted, known: Known) -> Step:
     if isinstance(state, Regrouping):  # a group that is half formed is killed even if its only worker is the driver
         known = replace(known, is_driver_only=False)
     ends = _end_restart(plan, why, known, is_loss=interrupt.is_loss) if isinstance(plan, Restart) else None
-    step = ends or _follow(why, known)
-    return step.after(Do.KILL_JOINING) if isinstance(state, (TearingDown, FillingUp)) else step
+    result = ends or _begin_plan(why, known)
+    return result.after(Do.KILL_JOINING) if isinstance(state, (TearingDown, FillingUp)) else result
 
 
 def _plan_of(state: State) -> Raise | Restart | None:
@@ -212,46 +210,46 @@ def _plan_of(state: State) -> Raise | Restart | None:
     return None
 
 
-def _raise_and_keep(why: Raise, known: Known) -> Step:
+def _raise_and_keep(why: Raise, known: Known) -> Transition:
     """Raise an error, and keep the group."""
-    return Step(Finished(why), _aborted(known))
+    return Transition(Finished(why), _aborted(known))
 
 
 def _aborted(known: Known) -> tuple[Command, ...]:
     return (Do.NOTE_ABORTED,) if known.in_call and known.was_sent and not known.is_ending else ()
 
 
-def _after_failure(failed: CallFailed, known: Known) -> Step:
+def _after_failure(failed: CallFailed, known: Known) -> Transition:
     """A call has failed that need not end early."""
     is_user = failed.kind == "user"
     if failed.has_diverged:
-        return Step(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
+        return Transition(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
     if failed.needs_refill:
-        return Step(Settling(Continue(Why.REFILL, known.members)))
+        return Transition(Settling(Continue(Why.REFILL, known.members)))
     if is_user and not (known.failures.retries_user_errors and known.num_left > 0):
         if not failed.all_answered:
-            return _follow(Raise(End.RAISED_INSIDE), known)
+            return _begin_plan(Raise(End.RAISED_INSIDE), known)
         if not known.keeps_alike or known.is_driver_only:
             return _raise_and_keep(Raise(End.USER_ERROR), known)
-        return Step(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
+        return Transition(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
     continues = known.failures.continues and known.can_continue
     if failed.kind == "memory" and continues:  # batches of one sample are a user error
-        return Step(Settling(Continue(Why.SPLIT, known.members)))
+        return Transition(Settling(Continue(Why.SPLIT, known.members)))
     if not is_user and continues and known.num_retries > 0:
-        return Step(Settling(Continue(Why.FAILURE, known.members, failed.kind == "disconnected")))
+        return Transition(Settling(Continue(Why.FAILURE, known.members, failed.kind == "disconnected")))
     return _restart_after_failure(known)
 
 
-def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> Step:
+def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> Transition:
     """Let workers on nodes that are being removed leave, and others join: between two steps of a call, or two calls."""
     why, staying = Why.DRAIN if leaving else Why.GROW, known.members - leaving
     commands = (Do.TAKE_PARTS,) if known.in_call and not known.spec.runs_on else ()
     if not (known.spec.regroups or known.spec.runs_on):
-        return Step(AwaitingSnapshot(Restart(why.kind)), commands)
-    return Step(TearingDown(Continue(why, staying, parts=parts), staying), commands)
+        return Transition(AwaitingSnapshot(Restart(why.kind)), commands)
+    return Transition(TearingDown(Continue(why, staying, parts=parts), staying), commands)
 
 
-def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Known) -> Step:
+def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Known) -> Transition:
     # If a rank had died, stuck ranks might just be slow.
     hangs = (Do.NOTE_HANG,) if has_stuck and isinstance(change, Continue) and change.may_hang else ()
     if isinstance(change, Reuse) and not known.spec.renews:
@@ -259,11 +257,11 @@ def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Kn
     return _tear_down(TearingDown(change, members), known).after(*hangs)
 
 
-def _tear_down(state: TearingDown, known: Known, words: str = "no worker is left") -> Step:
+def _tear_down(state: TearingDown, known: Known, words: str = "no worker is left") -> Transition:
     if state.members:
-        return Step(state)
+        return Transition(state)
     if isinstance(state.change, Reuse) and known.num_standby:
-        return Step(FillingUp(state.change, NOBODY, state.joining, state.until))
+        return Transition(FillingUp(state.change, NOBODY, state.joining, state.until))
     return _cannot_continue(state.change, NOBODY, known, words)
 
 
@@ -272,131 +270,133 @@ def _regrouped(change: Change) -> Change:
     return replace(change, has_regrouped=True) if isinstance(change, Continue | CopyInside) else change
 
 
-def _with_progress(state: TearingDown, progress: Progress, known: Known) -> Step:
+def _with_progress(state: TearingDown, progress: Progress, known: Known) -> Transition:
     change, members, source = state.change, state.members, progress.source
     following = FillingUp(change, members, state.joining, state.until, progress.reports)
     if isinstance(change, Reuse):
-        return Step(following)
+        return Transition(following)
     if source is None:
         torn = "each was in the middle of a step that had begun to change its state"
         why = next((each.obstacle for each in progress.reports if each.obstacle), torn)
         return _cannot_continue(change, members, known, f"the survivors cannot continue by themselves: {why}")
     if not isinstance(change, Continue):  # to copy the state, no worker joins
-        return Step(Regrouping(change, members, reports=progress.reports))
+        return Transition(Regrouping(change, members, reports=progress.reports))
     if change.why is Why.FAILURE and (obstacle := known.obstacle_to_continuing(source.position)):
         return _cannot_continue(change, members, known, obstacle)
-    return Step(following)
+    return Transition(following)
 
 
-def _with_group(state: Regrouping, moves_rank_0: bool, known: Known) -> Step:
+def _with_group(state: Regrouping, moves_rank_0: bool, known: Known) -> Transition:
     change, num_workers = _regrouped(state.change), len(state.members) + len(state.joining)
     commands: list[Command] = [Do.DROP_IN_TRANSIT] if moves_rank_0 else []  # rank 0 sends the snapshots
     if isinstance(change, CopyInside | Evacuate):
-        return Step(Capturing(change), tuple(commands))
+        return Transition(Capturing(change), tuple(commands))
     assert isinstance(change, Continue), "replicas that are built again form no group before"
     if change.why is Why.FAILURE:
         commands.append(Do.PAY_TO_CONTINUE)
     kind = "continued" if change.expected - state.members else change.why.kind
     if kind != "grown" or num_workers > len(change.expected):  # otherwise, all that joined have died
         commands.append(Record(kind))
-    return Step(Running("resume") if known.in_call else Finished(), tuple(commands))
+    return Transition(Running("resume") if known.in_call else Finished(), tuple(commands))
 
 
-def _cannot_continue(change: Change, members: Members, known: Known, reason: str, *, is_failure: bool = False) -> Step:
+def _cannot_continue(
+    change: Change, members: Members, known: Known, reason: str, *, is_failure: bool = False
+) -> Transition:
     """The group cannot be changed in place."""
     match change:
         case CopyInside(failed, has_regrouped):
-            step = _restart_after_failure(known) if has_regrouped else _after_failure(failed, known)
+            result = _restart_after_failure(known) if has_regrouped else _after_failure(failed, known)
         case Evacuate(plan):
-            step = _follow(plan, replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
+            result = _begin_plan(plan, replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
         case Reuse(plan):
-            step = _start_others(plan, known)
+            result = _start_others(plan, known)
         case Continue(Why.FAILURE | Why.SPLIT):
-            step = _restart_after_failure(known)
+            result = _restart_after_failure(known)
         case Continue(why, expected):
             plan = Restart("restored" if is_failure or expected - members else why.kind)
-            step = Step(AwaitingSnapshot(plan)) if known.in_call else restart(plan, known)
-    return step.after(Abandon(change, members, reason), Do.KILL_JOINING)
+            result = Transition(AwaitingSnapshot(plan)) if known.in_call else restart(plan, known)
+    return result.after(Abandon(change, members, reason), Do.KILL_JOINING)
 
 
-def _enlarge(known: Known) -> Step:
+def _enlarge(known: Known) -> Transition:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
     if len(known.members) >= known.scaling.min_workers or known.is_ending:
-        return Step(Polling(Poll.PAY))
-    return Step(TearingDown(Continue(Why.FAILURE, known.members), known.members))
+        return Transition(Polling(Poll.PAY))
+    return Transition(TearingDown(Continue(Why.FAILURE, known.members), known.members))
 
 
-def _copy_again(change: CopyInside | Evacuate, known: Known) -> Step:
+def _copy_again(change: CopyInside | Evacuate, known: Known) -> Transition:
     """A copy of the state was lost: form a group of those that live, and copy again."""
     num_copies = change.num_copies + 1
     if isinstance(change, CopyInside):
         if known.is_cut_off:
             return _without_copy(known)
-        again = Step(Settling(replace(change, num_copies=num_copies)))
+        again = Transition(Settling(replace(change, num_copies=num_copies)))
         return again if num_copies < NUM_COPIES else _enlarge(known)
     num_copies = num_copies if change.copied_by == known.members else 1
     if num_copies < NUM_COPIES:
-        return Step(Settling(Evacuate(change.plan, num_copies, known.members)))
+        return Transition(Settling(Evacuate(change.plan, num_copies, known.members)))
     return _cannot_continue(change, known.members, known, f"it was lost in transit {NUM_COPIES} times")
 
 
-def _without_copy(known: Known) -> Step:
+def _without_copy(known: Known) -> Transition:
     """Ray was stopped before the state was in the driver."""
-    return _follow(Raise(End.CUT_OFF), replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
+    return _begin_plan(Raise(End.CUT_OFF), replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
 
 
-def _end_early(plan: EndEarly, known: Known) -> Step:
+def _end_early(plan: EndEarly, known: Known) -> Transition:
     is_too_small = len(known.members) < known.scaling.min_workers and not known.is_ending
     ends = (Do.KILL_GROUP, Record("ended")) if is_too_small else ()
-    return Step(Finished(plan), (Do.LEAVE_CALL, *ends))
+    return Transition(Finished(plan), (Do.LEAVE_CALL, *ends))
 
 
-def _follow(plan: Raise | Restart, known: Known) -> Step:
+def _begin_plan(plan: Raise | Restart, known: Known) -> Transition:
     """Go on with a plan, once the driver has the training state."""
     if isinstance(plan, Restart):
         return restart(plan, known)
     if known.only_in_workers:
-        return Step(AwaitingSnapshot(plan) if known.in_transit else Settling(Evacuate(plan)))
+        return Transition(AwaitingSnapshot(plan) if known.in_transit else Settling(Evacuate(plan)))
     commands: list[Command] = []
     if plan.ends_restart or not known.is_driver_only:
         commands += [Do.KILL_GROUP] * bool(known.members)
         if plan.event is not None and (known.members or plan.ends_restart):
             commands.append(Record(plan.event))
-    return Step(Finished(plan), (*commands, *_aborted(known)))
+    return Transition(Finished(plan), (*commands, *_aborted(known)))
 
 
-def _give_up(known: Known) -> Step:
-    return _follow(Raise(End.NO_RETRY, "lost"), known)
+def _give_up(known: Known) -> Transition:
+    return _begin_plan(Raise(End.NO_RETRY, "lost"), known)
 
 
-def _restart_after_failure(known: Known) -> Step:
+def _restart_after_failure(known: Known) -> Transition:
     if known.num_left <= 0:
         return _give_up(known)
     return restart(Restart("restored", reuses=True), known).after(Do.PAY_FOR_RESTART)
 
 
-def restart(plan: Restart, known: Known) -> Step:
+def restart(plan: Restart, known: Known) -> Transition:
     """Go back to the last snapshot. First, fetch state that only the workers have."""
     if known.only_in_workers and known.in_transit:
-        return Step(AwaitingSnapshot(plan))
+        return Transition(AwaitingSnapshot(plan))
     if plan.reuses and known.only_in_workers and not known.can_continue:
-        return _follow(Raise(End.NOT_REPEATABLE, "lost"), known)  # the state from before the call is gone
+        return _begin_plan(Raise(End.NOT_REPEATABLE, "lost"), known)  # the state from before the call is gone
     if known.is_ending:
-        return _follow(Raise(End.PROGRAM_ENDS, "ended" if known.in_call else None), known)
+        return _begin_plan(Raise(End.PROGRAM_ENDS, "ended" if known.in_call else None), known)
     if known.only_in_workers:
-        return Step(Settling(Evacuate(plan)))
-    return Step(AwaitingBriefly(plan))
+        return Transition(Settling(Evacuate(plan)))
+    return Transition(AwaitingBriefly(plan))
 
 
-def _replace_workers(plan: Restart, known: Known) -> Step:
+def _replace_workers(plan: Restart, known: Known) -> Transition:
     """Reuse processes if possible. Otherwise, start others."""
     has_others = known.spec.renews or (known.spec.regroups and not known.spec.use_local and known.num_standby > 0)
     if plan.reuses and has_others and not known.is_lost and known.has_snapshot:
-        return Step(Settling(Reuse(plan)))
+        return Transition(Settling(Reuse(plan)))
     return _start_others(plan, known)
 
 
-def _start_others(plan: Restart, known: Known) -> Step:
+def _start_others(plan: Restart, known: Known) -> Transition:
     """Start a group. One that this restart has launched has failed: a further one may cost a retry of the start."""
     kills = (Do.KILL_GROUP,) if known.members else ()
     if plan.is_launched:
@@ -406,13 +406,13 @@ def _start_others(plan: Restart, known: Known) -> Step:
     return _schedule(plan, known.without_group).after(*kills)
 
 
-def _schedule(plan: Restart, known: Known) -> Step:
+def _schedule(plan: Restart, known: Known) -> Transition:
     if known.is_ending or plan.attempt >= known.scaling.num_attempts:
         return _end_restart(plan, Raise(End.PROGRAM_ENDS if known.is_ending else End.NO_GROUP), known)
-    return Step(Scheduling(plan))
+    return Transition(Scheduling(plan))
 
 
-def _start_again(plan: Restart, known: Known) -> Step:
+def _start_again(plan: Restart, known: Known) -> Transition:
     """A group that was launched has failed."""
     if known.num_starts_left is None:
         return _schedule(plan.next_attempt, known)
@@ -421,7 +421,7 @@ def _start_again(plan: Restart, known: Known) -> Step:
     return _schedule(replace(plan, is_launched=False), known).after(Do.PAY_FOR_START)
 
 
-def _end_restart(plan: Restart, why: Raise, known: Known, *, is_loss: bool = True) -> Step:
+def _end_restart(plan: Restart, why: Raise, known: Known, *, is_loss: bool = True) -> Transition:
     """Raise the error that ends a restart."""
     event: Literal["lost", "ended"] = "lost" if is_loss else "ended"
-    return _follow(replace(why, event=None if plan.kind == "started" else event, ends_restart=True), known)
+    return _begin_plan(replace(why, event=None if plan.kind == "started" else event, ends_restart=True), known)

@@ -248,7 +248,7 @@ class RunningCall:
         if diagnosis.kind == "disconnected" and not lifecycle.spec.keeps_survivors:
             self._monitor.tell_stuck()
         self._failures.renew_if_due(self.budget, can_continue=call.can_continue)
-        continues = self._failures.continues and call.can_continue and self.budget.num_restarts
+        continues = self._failures.continues and call.can_continue and self.budget.num_retries
         if diagnosis.kind == "disconnected" and self.budget.is_spent and not continues:
             # No one looks for the ranks behind the lost connections later, so that the error could name them.
             everyone = range(len(lifecycle.running))
@@ -281,11 +281,11 @@ class RunningCall:
             is_inside=snapshots.is_inside and not snapshots.calls_since,
             num_standby=0 if group is None else group.standby.num_all,
             num_lost_copies=self.num_lost_copies,
-            num_retries=budget.num_restarts,
-            num_left=budget.num_restarts - budget.num_spent,
+            num_retries=budget.num_retries,
+            num_left=budget.num_retries - budget.num_spent,
             continued_at=budget.continued_at,
             free_from=budget.free_from,
-            num_starts_left=None if starts is None else starts.num_restarts - starts.num_spent,
+            num_starts_left=None if starts is None else starts.num_retries - starts.num_spent,
         )
 
     def raised(self, plan: states.Raise) -> BaseException:
@@ -302,7 +302,7 @@ class RunningCall:
             return worker_error(diagnosis.faults, "" if why is End.USER_ERROR else self._after_end)
         if why is End.NO_START and self.starts is not None:
             return WorkersLostError(
-                f"Worker start-up failed: a worker process died, and the {self.starts.num_restarts} allowed retries "
+                f"Worker start-up failed: a worker process died, and the {self.starts.num_retries} allowed retries "
                 "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
             )
         is_uneven = why is End.UNEVEN_STEPS
@@ -343,7 +343,7 @@ class RunningCall:
             if diagnosis is not None and diagnosis.kind == "died"
             else ""
         )
-        spent = f"the {self.budget.num_restarts} allowed retries of this call are used up"
+        spent = f"the {self.budget.num_retries} allowed retries of this call are used up"
         return f"{cause}, and {spent}. {hint}{spec.words.when_spent}".rstrip()
 
     @property

@@ -390,9 +390,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Lost:
-    """The group was not changed, because workers were lost. These are `left`. `words` say what happened."""
+    """The group was not changed, because workers other than `remaining` were lost. `words` say what happened."""
 
-    left: Members
+    remaining: Members
     words: str = field(default="no worker is left", compare=False)
 
 
@@ -604,12 +604,12 @@ Command: TypeAlias = "Do | Record | Abandon"
 
 
 @dataclass(frozen=True)
-class Step:
+class Transition:
     """The next state, and what to do before it begins, in this order."""
 
     state: State
     commands: tuple[Command, ...] = field(default=())
 
-    def after(self, *commands: Command) -> Step:
-        """Return the step with more commands, which come first."""
-        return Step(self.state, (*commands, *self.commands))
+    def after(self, *commands: Command) -> Transition:
+        """Return the transition with more commands, which come first."""
+        return Transition(self.state, (*commands, *self.commands))

@@ -191,7 +191,7 @@ class ReplicaProgress:
 
     Attributes:
         position: How far the replica is in the call: the number of completed steps, plus one once the call has ended.
-            All ranks count in the same way.
+            A step on n global batches (`accumulate_grad_batches=n`) counts n times. All ranks count in the same way.
         can_be_source: True if the replica has the state after a completed step, which other replicas may then copy.
         obstacle: Reason why the replica cannot continue in a new group, or None if it can.
         words: Description of the progress, for the users' log.

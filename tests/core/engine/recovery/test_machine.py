@@ -55,9 +55,9 @@ from raysgd.core.engine.recovery.states import (
     Scheduling,
     Settling,
     State,
-    Step,
     Survivors,
     TearingDown,
+    Transition,
     UserRaised,
     Why,
 )
@@ -139,7 +139,7 @@ def events(node: Node) -> Iterator[Event]:
             yield from (Done(), NotDone())
 
 
-def faults_of(node: Node, event: Event, step: Step) -> Iterator[str]:
+def faults_of(node: Node, event: Event, step: Transition) -> Iterator[str]:
     """What must not be."""
     known, commands = node.known, step.commands
     is_safe = not known.only_in_workers or isinstance(event, Landed) or Do.GIVE_STATE_UP in commands
@@ -308,9 +308,9 @@ def test_every_run_ends_and_keeps_the_state_and_the_retries(monkeypatch: pytest.
     ],
 )
 def test_a_command_that_is_missing_is_found(missing: Do, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(state: State, event: Event, known: Known) -> Step:
+    def without(state: State, event: Event, known: Known) -> Transition:
         step = transition(state, event, known)
-        return Step(step.state, tuple(command for command in step.commands if command is not missing))
+        return Transition(step.state, tuple(command for command in step.commands if command is not missing))
 
     known = known_of(
         num_retries=1, num_left=1, num_attempts=2, must_end=True, renews=True, only_in_workers=True, is_lost=True
