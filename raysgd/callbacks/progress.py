@@ -323,8 +323,9 @@ def make_bar(stream: Any) -> LineBar:
 
     Otherwise, return a `LineBar`.
     """
-    with contextlib.suppress(ImportError):
-        return (TqdmBar if is_watched(stream) else LineBar)(stream)
+    if is_watched(stream):
+        with contextlib.suppress(ImportError):
+            return TqdmBar(stream)
     return LineBar(stream)
 
 

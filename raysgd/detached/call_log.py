@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,11 @@ class CallLog:
             # An empty string marks a call that requests a value of an iterator, or closes the iterator. Only the
             # program that created the iterator could use the answer, so the call is deleted when it ends.
             if call.program == "":
-                call.answer.add_done_callback(lambda answer, token=call.token: self.confirm(token))  # type: ignore[misc]
+                call.answer.add_done_callback(partial(self._forget, call.token))
         self._drop_oldest()
+
+    def _forget(self, token: str, answer: Future[bytes]) -> None:
+        self.confirm(token)
 
     def _drop_oldest(self) -> None:
         with self._lock:

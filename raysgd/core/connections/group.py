@@ -131,8 +131,12 @@ class Group:
         if len(self._scratch) < num_rows * width * dtype.itemsize:
             self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
         free = self._scratch[: num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
-        pieces = np.split(free, np.cumsum([counts[rank] for rank in self._others])[:-1])
-        return {rank: piece for rank, piece in zip(self._others, pieces, strict=True) if counts[rank]}
+        buffers, start = {}, 0  # `np.split` takes 25 times as long
+        for rank in self._others:
+            if counts[rank]:
+                buffers[rank] = free[start : start + counts[rank]]
+                start += counts[rank]
+        return buffers
 
     def is_quick_for(self, num_bytes: int) -> bool:
         """Return True if this class sums an array of this size at least as fast as gloo.
