@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from raysgd.core.engine.recovery.states import (
-    NOBODY,
+    NO_WORKERS,
     NUM_COPIES,
     Abandon,
     AwaitingBriefly,
@@ -253,7 +253,7 @@ def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Kn
     # If a rank had died, stuck ranks might just be slow.
     hangs = (Do.NOTE_HANG,) if has_stuck and isinstance(change, Continue) and change.may_hang else ()
     if isinstance(change, Reuse) and not known.spec.renews:
-        members = NOBODY  # the survivors could not continue, so something may be broken
+        members = NO_WORKERS  # the survivors could not continue, so something may be broken
     return _tear_down(TearingDown(change, members), known).after(*hangs)
 
 
@@ -261,8 +261,8 @@ def _tear_down(state: TearingDown, known: Known, words: str = "no worker is left
     if state.members:
         return Transition(state)
     if isinstance(state.change, Reuse) and known.num_standby:
-        return Transition(FillingUp(state.change, NOBODY, state.joining, state.until))
-    return _cannot_continue(state.change, NOBODY, known, words)
+        return Transition(FillingUp(state.change, NO_WORKERS, state.joining, state.until))
+    return _cannot_continue(state.change, NO_WORKERS, known, words)
 
 
 def _regrouped(change: Change) -> Change:

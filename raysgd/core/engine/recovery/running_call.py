@@ -267,7 +267,7 @@ class RunningCall:
             failures=self._failures,
             in_call=call is not _NO_CALL,
             was_sent=self.was_sent,
-            members=states.NOBODY if group is None else frozenset(group.workers),
+            members=states.NO_WORKERS if group is None else frozenset(group.workers),
             is_driver_only=group is not None and group.is_driver_only,
             can_continue=call.can_continue,
             keeps_alike=call.keeps_alike,

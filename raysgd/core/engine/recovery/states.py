@@ -20,7 +20,7 @@ NUM_COPIES = 4  # how often a state that is lost in transit is copied to the dri
 Members: TypeAlias = frozenset[Hashable]
 """Workers of a group. They are not named by rank, because a worker can get another rank in the next group."""
 
-NOBODY: Members = frozenset()
+NO_WORKERS: Members = frozenset()
 
 
 # ------------------------------------------------------------------------------------------------------- plans
@@ -128,7 +128,7 @@ class Continue:
     """
 
     why: Why
-    expected: Members = NOBODY
+    expected: Members = NO_WORKERS
     may_hang: bool = False
     has_regrouped: bool = False
     parts: Sequence[Any] = field(default=(), compare=False)
@@ -161,7 +161,7 @@ class Evacuate:
 
     plan: Raise | Restart
     num_copies: int = 0
-    copied_by: Members = NOBODY
+    copied_by: Members = NO_WORKERS
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ class Paused:
     """
 
     must_end: bool
-    leaving: Members = NOBODY
+    leaving: Members = NO_WORKERS
     parts: Sequence[Any] = field(default=(), compare=False)
 
 
@@ -408,7 +408,7 @@ class Filled:
     """Standby workers were taken, until `until`. `silent` members have stopped to answer in the meantime."""
 
     joining: tuple[Any, ...]
-    silent: Members = NOBODY
+    silent: Members = NO_WORKERS
     until: float | None = field(default=None, compare=False)
 
 
@@ -501,7 +501,7 @@ class Known:
         failures: Which failed calls are retried, and how.
         in_call: True if a call is running.
         was_sent: True if a rank may have received the call.
-        members: Workers of the current group. Nobody if the group was killed.
+        members: Workers of the current group. Empty if the group was killed.
         is_driver_only: True if the driver is the only worker.
         can_continue: True if the call can continue in another group.
         keeps_alike: True if ranks that fail apart in this call are out of sync.
@@ -550,7 +550,7 @@ class Known:
     @property
     def without_group(self) -> Known:
         """Return the facts after the group was killed."""
-        return replace(self, members=NOBODY, only_in_workers=False)
+        return replace(self, members=NO_WORKERS, only_in_workers=False)
 
     def obstacle_to_continuing(self, position: int) -> str | None:
         """Return why the retries do not allow survivors at this position in the call to continue, if they do not.

@@ -12,7 +12,7 @@ import pytest
 from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.machine import restart, transition
 from raysgd.core.engine.recovery.states import (
-    NOBODY,
+    NO_WORKERS,
     AwaitingBriefly,
     AwaitingCopy,
     AwaitingSnapshot,
@@ -178,7 +178,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
     if Do.GIVE_STATE_UP in commands:
         known = replace(known, only_in_workers=False)
     if Do.KILL_GROUP in commands:
-        known = replace(known, members=NOBODY, only_in_workers=False, in_transit=False)
+        known = replace(known, members=NO_WORKERS, only_in_workers=False, in_transit=False)
     if Do.PAY_FOR_RESTART in commands:
         known = replace(known, num_left=known.num_left - 1, continued_at=None, free_from=1)
     if Do.NOTE_HANG in commands:
@@ -188,7 +188,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
     if Do.PAY_FOR_START in commands:
         known = replace(known, num_starts_left=(known.num_starts_left or 0) - 1)
     if isinstance(state, Restoring) and isinstance(event, NotDone):
-        known = replace(known, members=(smaller(known.members) or [NOBODY])[-1])
+        known = replace(known, members=(smaller(known.members) or [NO_WORKERS])[-1])
     if state == Polling(Poll.PAY) and isinstance(event, CallFailed):
         known = replace(known, members=(smaller(known.members) or [known.members])[-1])  # nothing else ends such a wait
     if isinstance(following, Regrouping):
