@@ -12,9 +12,8 @@ from contextlib import closing
 from typing import Any, TypeVar
 
 from raysgd.core.config_keys import BATCH_SIZE
-from raysgd.core.numbers.meters import AverageMeter, AverageMeterCollection
-from raysgd.core.numbers.metric_meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES
-from raysgd.core.numbers.timers import TimerCollection, TimerStat
+from raysgd.core.numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
+from raysgd.core.numbers.timing import TimerCollection, TimerStat
 
 __all__ = [
     "BATCH_COUNT",

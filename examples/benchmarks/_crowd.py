@@ -29,7 +29,7 @@ from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, ReplicaProgress, StateHandover, World
 from raysgd.core.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
 from raysgd.core.numbers.meters import MetricSummary
-from raysgd.core.numbers.time_spent import TimeSpent
+from raysgd.core.numbers.timing import TimeSpent
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 NUM_HOSTS = 2

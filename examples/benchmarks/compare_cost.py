@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.trainer.messages.weight_sums import ComparisonPace
+from raysgd.trainer.messages.comparison import ComparisonPace
 
 MODELS = {"100 parameters": (1, 9), "1M parameters": (1, 1000), "10M parameters": (10, 1000)}
 NUM_CALLS, SMOKE_NUM_CALLS = 40, 3

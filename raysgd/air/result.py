@@ -17,8 +17,8 @@ from raysgd.air.constants import (
 from raysgd.air.reports import CHECKPOINT_DIR_NAME
 from raysgd.air.trial import checkpoints_in
 from raysgd.core.imports import require
-from raysgd.core.numbers.metric_names import flattened, value_at
 from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
+from raysgd.core.numbers.results import flattened, value_at
 from raysgd.core.text.secrets import masked
 from raysgd.core.writers.files import report_in
 

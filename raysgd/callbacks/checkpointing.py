@@ -17,7 +17,7 @@ from raysgd.callbacks.early_stopping import Mode, WatchedMetric
 from raysgd.core import arguments as checks
 from raysgd.core.files import inside
 from raysgd.core.numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
-from raysgd.core.text.printable import printable
+from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import RaySGDError, StorageError
 from raysgd.storage import Folder, open_folder

@@ -11,8 +11,8 @@ from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import overrides
 from raysgd.core import arguments as checks
 from raysgd.core.arguments import did_you_mean
-from raysgd.core.numbers.metric_names import flattened, value_at
 from raysgd.core.numbers.ranking import MAX, MIN, is_number, mode_of
+from raysgd.core.numbers.results import flattened, value_at
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from typing import Any
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback, index_of, of_optimizer, optimizers_of, rank_of
 from raysgd.core import arguments as checks
-from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.core.numbers.metric_meters import NUM_SAMPLES, is_metric_object
-from raysgd.core.numbers.time_spent import goodput_of
+from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary, is_metric_object
+from raysgd.core.numbers.timing import goodput_of
 from raysgd.storage import open_folder
 
 _MOST_STEPS = 2**53

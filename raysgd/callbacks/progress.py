@@ -26,8 +26,7 @@ from raysgd.core.arguments import is_number
 from raysgd.core.history import readable
 from raysgd.core.imports import require
 from raysgd.core.text import cards
-from raysgd.core.text.log_lines import Once
-from raysgd.core.text.printable import printable
+from raysgd.core.text.log_lines import Once, printable
 
 if TYPE_CHECKING:
     from raysgd.core.engine.shared.group_events import GroupEvent

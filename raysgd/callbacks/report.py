@@ -24,7 +24,7 @@ from raysgd.core.arguments import is_number
 from raysgd.core.files import replacing
 from raysgd.core.history import readable
 from raysgd.core.history.history import History, evenly, plain
-from raysgd.core.numbers import time_spent
+from raysgd.core.numbers import timing
 from raysgd.core.text import cards
 from raysgd.core.text.cards import safe
 from raysgd.core.text.log_lines import Once
@@ -237,20 +237,20 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
 
     A note below the table has the goodput, and the time outside of training calls.
     """
-    inside = {name: took for name, took in ledger.items() if name not in time_spent.OUTSIDE and took > 0}
-    total, goodput = sum(inside.values()), time_spent.goodput_of(ledger)
+    inside = {name: took for name, took in ledger.items() if name not in timing.OUTSIDE and took > 0}
+    total, goodput = sum(inside.values()), timing.goodput_of(ledger)
     if goodput is None:
         return _note("There is no account of it.")
-    shown = [name for name in time_spent.BINS if inside.get(name, 0.0) >= time_spent.SHOWN_FROM * total]
-    parts = [(time_spent.BINS[name], inside.pop(name)) for name in shown]
+    shown = [name for name in timing.BINS if inside.get(name, 0.0) >= timing.SHOWN_FROM * total]
+    parts = [(timing.BINS[name], inside.pop(name)) for name in shown]
     if inside:
-        parts.append((f"the rest, each part below {time_spent.SHOWN_FROM:.1%}", sum(inside.values())))
+        parts.append((f"the rest, each part below {timing.SHOWN_FROM:.1%}", sum(inside.values())))
     rows = "".join(
         f'<tr><td>{safe(words)}</td><td>{readable.seconds(took)}</td><td>{took / total:.1%}</td><td class="bar">'
         f'<i style="width:{took / total:.2%}"></i></td></tr>'
         for words, took in parts
     )
-    outside = {time_spent.BINS[name]: ledger[name] for name in time_spent.OUTSIDE if name in ledger}
+    outside = {timing.BINS[name]: ledger[name] for name in timing.OUTSIDE if name in ledger}
     times = ", ".join(f"{words} {readable.seconds(took)}" for words, took in outside.items())
     note = f"Time of all workers together. Goodput {goodput:.1%}: the share of it that was not lost to failures."
     note += f" Outside of training calls: {times}." if times else ""

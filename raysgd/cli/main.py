@@ -17,7 +17,7 @@ import click
 
 from raysgd._version import __version__
 from raysgd.core.cluster.ray_cluster import init_ray
-from raysgd.core.text.printable import printable_lines
+from raysgd.core.text.log_lines import printable_lines
 from raysgd.exceptions import RaySGDError
 
 Command = Callable[..., None]

@@ -25,7 +25,7 @@ from raysgd.callbacks.sidecar import ENDING, Sidecar, Sidecars, place_of
 from raysgd.core.history import readable
 from raysgd.core.history.history import History
 from raysgd.core.text.cards import named_lines
-from raysgd.core.text.printable import printable
+from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
 from raysgd.core.writers.files import report_in
 from raysgd.storage import Folder, open_folder

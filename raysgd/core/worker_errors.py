@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
-from raysgd.core.text.frames import shows_all_frames, with_code
 from raysgd.core.text.log_lines import named
 from raysgd.core.text.secrets import masked
+from raysgd.core.text.tracebacks import shows_all_frames, with_code
 from raysgd.exceptions import TrainingFailedError, WorkerError, WorkerFault, made_from_parts, slots_of
 
 _ErrorT = TypeVar("_ErrorT", bound=Exception)

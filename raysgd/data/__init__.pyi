@@ -1,7 +1,7 @@
 """The public names and where they are defined: type checkers and `lazy_names` read this file."""
 
-from raysgd.core.arrays.arrays import Arrays as Arrays
-from raysgd.core.arrays.ray_batches import RayBatches as RayBatches
+from raysgd.core.arrays.user_data import Arrays as Arrays
+from raysgd.core.arrays.user_data import RayBatches as RayBatches
 from raysgd.data.dataset import Dataset as Dataset
 from raysgd.streams.formats import ArrowStream as ArrowStream
 from raysgd.streams.formats import HuggingFaceStream as HuggingFaceStream

@@ -28,9 +28,9 @@ from raysgd.core.engine.worker import cannot_import, is_sendable, node_here, pac
 from raysgd.core.tables import read_table
 from raysgd.core.text import log_lines
 from raysgd.core.text.faults import describe_fault, has_user_code
-from raysgd.core.text.frames import shows_all_frames
 from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.core.text.secrets import masked
+from raysgd.core.text.tracebacks import shows_all_frames
 from raysgd.exceptions import UnpicklableError, WorkerFault
 
 BESIDE = ("ledger", "status")

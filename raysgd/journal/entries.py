@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from raysgd.core.arguments import MAX_WORKERS
-from raysgd.core.text.printable import printable
+from raysgd.core.text.log_lines import printable
 
 _ValueT = TypeVar("_ValueT")
 _Read = Callable[[Any], Any]

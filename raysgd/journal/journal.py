@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.files import check_local, inside, is_inside
-from raysgd.core.text.printable import printable
+from raysgd.core.text.log_lines import printable
 from raysgd.journal.entries import (
     CHECKPOINT,
     GAP,

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.core.numbers.meters import PendingMetric
-from raysgd.core.numbers.metric_meters import PLAIN_NUMBERS, NumberMeter, ToFloats
+from raysgd.core.numbers.meters import PLAIN_NUMBERS, NumberMeter, PendingMetric, ToFloats
 from raysgd.journal.steps import NO_NORM
 
 _MOST_WAITING = 100_000

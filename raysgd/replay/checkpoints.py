@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from raysgd.core.files import is_inside
-from raysgd.core.text.printable import printable
+from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
 from raysgd.journal.journal import Journal
 from raysgd.storage import open_folder

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.history.history import History
-from raysgd.core.text.printable import printable
+from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
 from raysgd.journal import jumps
 from raysgd.journal.entries import LeftOutLine

@@ -16,7 +16,7 @@ from typing import Any
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core.history.history import History
-from raysgd.core.text.printable import printable
+from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
 from raysgd.journal.entries import Leg
 from raysgd.journal.journal import Journal, StepRecord

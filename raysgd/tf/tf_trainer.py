@@ -18,7 +18,7 @@ from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.imports import require_installed
-from raysgd.core.text.printable import errors_printable
+from raysgd.core.text.log_lines import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.storage import files
 from raysgd.tf.checkpoints import checkpoint_file, serializing

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysgd.core.arguments import answer_mistakes
-from raysgd.core.arrays.ray_batches import RayLoader, ray_batches
+from raysgd.core.arrays.user_data import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream

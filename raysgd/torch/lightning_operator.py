@@ -40,7 +40,7 @@ from raysgd.torch.lightning.module import (
     warn_of_what_is_not_called,
 )
 from raysgd.torch.lightning.values import EpochValues, LightningProgress, detached, loss_of, numbers_in, result_of_hook
-from raysgd.torch.objects.modes import begin_training
+from raysgd.torch.objects.models import begin_training
 from raysgd.torch.step.schedulers import Plateau
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import VALIDATES

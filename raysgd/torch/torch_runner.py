@@ -14,7 +14,7 @@ from raysgd.torch.checkpoints import checkpoint_file, divided_folder
 from raysgd.torch.checkpoints.checkpoint_file import StateInFile
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
 from raysgd.torch.hosting.torch_hosted import TorchHostedOperator
-from raysgd.torch.objects.moving import packed
+from raysgd.torch.objects.models import packed
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.tensors import unwrap
 from raysgd.torch.training_operator import TrainingOperator

@@ -24,7 +24,7 @@ from raysgd.torch.checkpoints import divided_state
 from raysgd.torch.driver import arguments, saving
 from raysgd.torch.driver.framework import TorchFramework, step_schedulers
 from raysgd.torch.driver.saving import FileFormat, LoadReport
-from raysgd.torch.objects.moving import unpacked
+from raysgd.torch.objects.models import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner

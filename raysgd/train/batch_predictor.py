@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.core.arguments import check_num_workers
-from raysgd.core.arrays.ray_data import is_of_ray
+from raysgd.core.arrays.user_data import is_of_ray
 from raysgd.train.predictor import FunctionPredictor, Predictor, columns_of
 
 __all__ = ["BatchPredictor"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.core.arrays.ray_batches import stacked
+from raysgd.core.arrays.user_data import stacked
 
 __all__ = ["Predictor", "PredictorNotSerializableException"]
 

@@ -31,8 +31,7 @@ from raysgd.callbacks import (
 )
 from raysgd.core.engine.shared.call import CallHandle
 from raysgd.core.history import history as history_module
-from raysgd.core.numbers.metric_names import name_in_test
-from raysgd.core.numbers.results import CallProgress
+from raysgd.core.numbers.results import CallProgress, name_in_test
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.driver.calls import TrainerCalls

@@ -22,7 +22,7 @@ from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
 from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.history.history import CallRecord, History
-from raysgd.core.numbers.time_spent import TimeLedger
+from raysgd.core.numbers.timing import TimeLedger
 from tests.helpers.run_if import RunIf
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"' & <!--"

@@ -41,7 +41,7 @@ from raysgd.tf.checkpoints import former_optimizer
 from raysgd.tf.objects import datasets, naming, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
-from raysgd.torch.objects import criteria, filling, hyperparameters, loading, metric_objects, moving, remade
+from raysgd.torch.objects import criteria, hyperparameters, loading, metric_objects, models, remade
 from raysgd.torch.parallel import strategy, undo
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
 from raysgd.torch.parallel.undo import StepRecord
@@ -64,7 +64,7 @@ KEYS = {"_timestamp", "_time_this_iter_s", "_group_", "_ray_additional_checkpoin
 KEYS |= {"_growth_tracker", "_scale_fn_custom", "_anneal_func_type", "_anneal_strategy", "_schedule_phases"}
 KEYS |= {"_get_lr_called_within_step", "_is_initial", "_last_lr"}
 """Keys and files that Ray and PyTorch write, and have written."""
-APART = r"raysgd\.(core\.private_names|compat|testing|core\.reading\.former_pickles|(air|train)\.constants)\b.*"
+APART = r"raysgd\.(core\.private_names|compat|testing|core\.state\.strict_reading|(air|train)\.constants)\b.*"
 """Modules for files and programs from before raysgd, and for what only raysgd has."""
 
 
@@ -306,7 +306,7 @@ def test_no_model_gets_its_numbers_without(name: str, monkeypatch: pytest.Monkey
     layer = torch.nn.Linear(2, 1)
     monkeypatch.setattr(torch, "Tensor", type("Tensor", (), {"__module__": "torch"}))
     with gone(name, "torch"):
-        filling._reset(layer, [])
+        models._reset(layer, [])
     with gone(name, "torch"):
         remade.RemadeParameters([layer], object, num_models=1)
 
@@ -331,7 +331,7 @@ def test_a_layer_that_is_not_reset_is_refused_without(name: str, monkeypatch: py
     layer = torch.nn.MultiheadAttention(2, 1, device="meta")
     monkeypatch.delattr(torch.nn.MultiheadAttention, name)
     with pytest.raises(InvalidRegistrationError, match="because `MultiheadAttention` has no `reset_parameters`"):
-        filling.fill(layer, torch.device("cpu"))
+        models.fill(layer, torch.device("cpu"))
 
 
 @without("_metadata", "_extra_state")
@@ -445,9 +445,9 @@ def test_horovod_trains_nothing_without(name: str, monkeypatch: pytest.MonkeyPat
 
 @without("_active_collector", "_CAN_RECORD_REGISTRY", "_can_record_outputs")
 def test_a_model_is_packed_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, moving._CAPTURING, ModuleType(moving._CAPTURING))
+    monkeypatch.setitem(sys.modules, models._CAPTURING, ModuleType(models._CAPTURING))
     model = torch.nn.Linear(2, 1)
-    assert moving.unpacked(moving.packed(model)) is model
+    assert models.unpacked(models.packed(model)) is model
 
 
 @without("_ex_iterable", "_formatting")

@@ -14,7 +14,7 @@ from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection
 from raysgd.journal.recorder import LegReport, StepBlock, StepRecorder, exact_sum
 from raysgd.journal.steps import NO_NORM
 from raysgd.torch.objects import metric_objects
-from raysgd.torch.objects.moving import read_tensors
+from raysgd.torch.objects.models import read_tensors
 
 ATTEMPT = (3, 1)
 

@@ -51,7 +51,7 @@ INSIDE = {
     "core": (
         "cache config_keys imports memory state tables text",
         "private_names synonyms",
-        "arguments files numbers reading worker_errors",
+        "arguments files numbers worker_errors",
         "cluster writers",
         "engine",
         "arrays connections history",
@@ -162,7 +162,7 @@ MADE_LATE = {
 
 NO_FRAMEWORK = (
     "core/arguments core/arrays core/cluster core/engine core/files core/history core/imports core/numbers "
-    "core/reading core/text core/worker_errors core/writers storage trainer"
+    "core/state/strict_reading core/text core/worker_errors core/writers storage trainer"
 )
 ENGINE_MODULES_WITH_RAY = {
     "placement",

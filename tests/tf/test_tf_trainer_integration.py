@@ -18,7 +18,7 @@ import pytest
 from raysgd import testing
 from raysgd.callbacks import GradientNorms
 from raysgd.core.engine.shared.types import World
-from raysgd.core.numbers.metric_names import validation_name
+from raysgd.core.numbers.results import validation_name
 from raysgd.exceptions import IncompatibleModelError, RanksDifferError
 from raysgd.tf import TFTrainable, TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints import checkpoint_file

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from raysgd import testing
-from raysgd.core.numbers.time_spent import TimeLedger
+from raysgd.core.numbers.timing import TimeLedger
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, NUM_SAMPLES, Ledger
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.arrays.user_data import CallData
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed, StateHandover, World
 from raysgd.core.state.state_codec import decode
 from raysgd.torch import TrainingOperator

@@ -1,6 +1,6 @@
 """Files of whoever: none runs code, becomes much larger than it is, or changes a trainer that refuses it.
 
-Covers `raysgd.core.reading.former_pickles` and `raysgd.core.reading.strict_reading`: whole files show what parts of
+Covers `raysgd.core.state.strict_reading` and `raysgd.core.state.strict_reading`: whole files show what parts of
 them do not. That good files are read as they were written is shown by `test_checkpoint_file.py`.
 """
 
@@ -25,8 +25,7 @@ import torch
 import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysgd.core.reading.former_pickles import FormerValue
-from raysgd.core.reading.strict_reading import DamagedFileError
+from raysgd.core.state.strict_reading import DamagedFileError, FormerValue
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.engine.shared.types import Heartbeat
-from raysgd.core.numbers.time_spent import (
+from raysgd.core.numbers.timing import (
     AGAIN,
     BINS,
     DRIVER,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd.core.history.status import TrainerStatus
-from raysgd.core.numbers.time_spent import BINS
+from raysgd.core.numbers.timing import BINS
 
 _PAUSE_S = 0.9  # shortest time between two exports, slightly less than the time between two polls of the workers
 _NOBODY = -1

@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_
 from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.history import readable
 from raysgd.core.imports import require
-from raysgd.core.numbers.metric_names import name_in_test, validation_name
-from raysgd.core.numbers.results import Metrics, as_number
+from raysgd.core.numbers.results import Metrics, as_number, name_in_test, validation_name
 from raysgd.core.text import cards
 
 Entry = TypeVar("Entry")

@@ -15,7 +15,7 @@ from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed
 from raysgd.core.engine.snapshots import Snapshots
 from raysgd.core.history.readable import event_lines
-from raysgd.core.numbers.time_spent import TimeLedger
+from raysgd.core.numbers.timing import TimeLedger
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd.core.text.log_lines import listed
 

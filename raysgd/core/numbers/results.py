@@ -1,4 +1,4 @@
-"""Merges the metrics of all workers into one result. All functions are pure.
+"""Merges the metrics of all workers into one result, and names metrics. All functions are pure.
 
 Metrics are merged by name. For an average that raysgd computed, each worker sends a sum and a weight. The total of the
 sums is divided by the total of the weights, so N workers report the same result as one process with the same samples. A
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal
 
-from raysgd.core.numbers.meters import MetricSummary
-from raysgd.core.numbers.metric_meters import BATCH_COUNT, NUM_SAMPLES
+from raysgd.core.numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary
 
 _PER_WORKER = ("epoch", BATCH_COUNT)  # per-worker counters, merged by an unweighted mean
 _LAST = "last_"
+_FORMER_PREFIX = "validation_"
 
 
 class Metrics(dict[str, Any]):
@@ -215,3 +215,56 @@ class CallProgress:
     kind: ProgressKind = "train"
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_done: bool = False
+
+
+def validation_name(name: str) -> str:
+    """Return the name under which a validation metric appears next to training metrics.
+
+    Examples:
+        >>> [validation_name(name) for name in ("accuracy", "val_loss", "last_x", "validation_loss")]
+        ['val_accuracy', 'val_loss', 'last_val_x', 'val_loss']
+    """
+    if name.startswith(_LAST):
+        return _LAST + validation_name(name.removeprefix(_LAST))
+    return name if name.startswith("val_") else f"val_{name.removeprefix(_FORMER_PREFIX)}"
+
+
+def name_in_test(name: str) -> str:
+    """Return the name under which a validation metric appears in the result of `test`.
+
+    Examples:
+        >>> [name_in_test(name) for name in ("val_loss", "last_val_loss", "validation_loss", "num_samples")]
+        ['test_loss', 'last_test_loss', 'test_loss', 'num_samples']
+    """
+    if name.startswith(_LAST):
+        return _LAST + name_in_test(name.removeprefix(_LAST))
+    for prefix in ("val_", _FORMER_PREFIX):
+        if name.startswith(prefix):
+            return f"test_{name.removeprefix(prefix)}"
+    return name
+
+
+def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one flat dict. The keys on the way to a value are joined with slashes.
+
+    >>> flattened({"loss": 0.5, "config": {"lr": 0.1, "model": {}}})
+    {'loss': 0.5, 'config/lr': 0.1, 'config/model': {}}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def value_at(metrics: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a metric by name, or None if there is no such metric.
+
+    A slash in a name leads into a nested dict.
+
+    >>> value_at({"val": {"loss": 0.5}}, "val/loss")
+    0.5
+    """
+    return metrics[name] if name in metrics else flattened(metrics).get(name)

@@ -1,1 +1,1 @@
-"""Encodes training states to send them to other processes. Encoding copies the data at most once."""
+"""Encodes training states to send them to other processes, and reads files without running code in them."""

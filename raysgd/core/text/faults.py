@@ -12,8 +12,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from raysgd.core.text.frames import is_of_library, is_of_user, short_name
 from raysgd.core.text.secrets import masked
+from raysgd.core.text.tracebacks import is_of_library, is_of_user, short_name
 from raysgd.exceptions import WorkerFault, portable_copy
 
 _QUOTED_FRAME = re.compile(r'( *)File "([^"\n]+)", line (\d+), in (\S+)')

@@ -19,7 +19,7 @@ import numpy as np
 
 from raysgd.core.files import replacing
 from raysgd.core.imports import require, require_installed
-from raysgd.core.numbers.metric_names import flattened
+from raysgd.core.numbers.results import flattened
 from raysgd.core.text.log_lines import Once
 from raysgd.core.writers.sink import FileSink, Sink, place_in
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.core.imports import require
-from raysgd.core.numbers.metric_names import flattened
+from raysgd.core.numbers.results import flattened
 from raysgd.core.text.secrets import masked
 from raysgd.core.writers.sink import Sink
 

@@ -20,12 +20,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from raysgd.core.reading.former_pickles import FormerValue, read_pickle
-from raysgd.core.reading.strict_reading import (
+from raysgd.core.state.strict_reading import (
+    FormerValue,
     check_depth,
     check_format,
     check_stored,
     checked_state,
+    read_pickle,
     refusals_of,
     require,
 )

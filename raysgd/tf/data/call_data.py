@@ -8,22 +8,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raysgd.core.arrays import data_kinds, trees
-from raysgd.core.arrays.arrays import Arrays, as_arrays
-from raysgd.core.arrays.containers import ArrayContainer
-from raysgd.core.arrays.data_kinds import CallData, Kind, RepeatedBatches, goes_to_all, size_of
-from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.core.arrays import trees, user_data
+from raysgd.core.arrays.user_data import (
+    Arrays,
+    BatchForm,
+    CallData,
+    Kind,
+    RepeatedBatches,
+    as_arrays,
+    goes_to_all,
+    size_of,
+)
 from raysgd.streams.loaders import ArrayCollate
 from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
 from raysgd.tf.data.ray_dataset import as_batch
 from raysgd.tf.objects import datasets
-from raysgd.trainer.messages import prediction_data
-from raysgd.trainer.messages.prediction import Rows, Work
-from raysgd.trainer.messages.prediction_data import (
+from raysgd.trainer.messages import prediction
+from raysgd.trainer.messages.prediction import (
+    ArrayContainer,
     BatchRequest,
     Found,
     PredictionSource,
+    Rows,
+    Work,
     num_rows_of,
     refuse,
     source_of_batches,
@@ -65,7 +73,7 @@ def kind_of(dataset: Any) -> Kind | None:
     """Return what kind of data a user passed to a call, such as "rows". Return None if the type is not supported."""
     if is_dataset(dataset) or isinstance(dataset, Stream):
         return "batches"
-    kind = data_kinds.kind_of(dataset)
+    kind = user_data.kind_of(dataset)
     # Datasets of the kind "shards" yield PyTorch tensors, which TensorFlow cannot use.
     return None if kind == "shards" else kind
 
@@ -94,7 +102,7 @@ def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels:
         data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
         return CallData(kind, _dataset_maker(data, config, seed))
     if kind != "batches":
-        return data_kinds.call_data_of(dataset, config)
+        return user_data.call_data_of(dataset, config)
     if isinstance(dataset, Stream):
         return CallData(kind, dataset)
     datasets.check_dataset("dataset", dataset)
@@ -166,7 +174,7 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     """
     if isinstance(data, Arrays):
         data = replace(data, data=plain(data.data))
-    source = prediction_data.source_of(plain(data), asked)
+    source = prediction.source_of(plain(data), asked)
     if source is not None:
         return source
     if isinstance(data, Stream):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.arrays import trees
-from raysgd.core.arrays.ray_batches import BatchForm, RayBatches, RayLoader, formed, stacked
+from raysgd.core.arrays.user_data import BatchForm, RayBatches, RayLoader, formed, stacked
 from raysgd.core.engine.shared.types import World
 from raysgd.streams.loaders import ArrayCollate
 from raysgd.tf.objects.datasets import prepare_dataset_shard

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.arrays.user_data import CallData
 from raysgd.core.connections.tensorflow import GROWTH, TensorFlowConnection, keras_of_driver
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
@@ -23,9 +23,9 @@ from raysgd.tf.tf_runner import TFRunner
 from raysgd.trainer.configuration.settings import GroupSettings
 from raysgd.trainer.driver.life import Framework, TrainerLife
 from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all
+from raysgd.trainer.messages.comparison import check_equal
 from raysgd.trainer.messages.epochs import EpochAnswer
-from raysgd.trainer.messages.prediction_data import BatchRequest, Found
-from raysgd.trainer.messages.weight_sums import check_equal
+from raysgd.trainer.messages.prediction import BatchRequest, Found
 from raysgd.trainer.worker.replica_state import RESUME, check_parts, place_in
 
 RANKS = "ranks"

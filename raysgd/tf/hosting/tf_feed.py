@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from raysgd.core.arrays.data_kinds import RepeatedBatches
-from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.arrays.user_data import RayLoader, RepeatedBatches
 from raysgd.core.connections import tensorflow as connections
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.exceptions import NoDataError

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.core.arrays.ray_batches import ray_batches_of
+from raysgd.core.arrays.user_data import ray_batches_of
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.meters import AverageMeterCollection
-from raysgd.core.numbers.time_spent import USEFUL
+from raysgd.core.numbers.timing import USEFUL
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
@@ -26,10 +26,9 @@ from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.parallel.step import TFStep
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.messages.facts import RunnerFacts
+from raysgd.trainer.messages.comparison import WeightSums, models_to_compare, sums_of_array, tolerance_of
+from raysgd.trainer.messages.epochs import EpochRequest, RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
-from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
 from raysgd.trainer.worker import hosted
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, is_stock, take_rank

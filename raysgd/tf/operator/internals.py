@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.arguments import check_seed
-from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.arrays.user_data import RayLoader
 from raysgd.core.engine.shared.types import World
 from raysgd.streams.source import StreamData
 from raysgd.tf.data.call_data import inputs

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.connections.group import Array, Group
-from raysgd.core.state.host_buffers import HostBuffers
+from raysgd.core.state.state_codec import HostBuffers
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.tf.parallel.step import Exchange, TracedStep, assigned
 from raysgd.trainer.worker.ledger import Ledger

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.connections.group import Array
-from raysgd.core.numbers.metric_meters import as_weight
+from raysgd.core.numbers.meters import as_weight
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration
 from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord

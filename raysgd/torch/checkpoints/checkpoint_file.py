@@ -38,9 +38,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.core.reading.former_pickles import FORMER_FUNCTIONS, FormerValue
-from raysgd.core.reading.strict_reading import (
+from raysgd.core.state.strict_reading import (
+    FORMER_FUNCTIONS,
     DamagedFileError,
+    FormerValue,
     NotPlainError,
     check_format,
     check_stored,

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.files import check_regular, flush_to_disk, remove_leftovers
-from raysgd.core.reading.strict_reading import corrupted, require
+from raysgd.core.state.strict_reading import corrupted, require
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.divided_state import DividedState, Index, MakeRoom, Tensors, begin_of, content_of

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.core.reading.former_pickles import FormerValue
-from raysgd.core.reading.strict_reading import check_depth, require
+from raysgd.core.state.strict_reading import FormerValue, check_depth, require
 
 NUMPY_KEY = "raysgd_numpy"
 """The only key of a dict that represents a NumPy array in a plain state. Its value is a tensor."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from raysgd.core.imports import require
-from raysgd.core.reading.strict_reading import in_short
+from raysgd.core.state.strict_reading import in_short
 from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED, _LEFT_OUT = "raysgd_models", "raysgd_tied", "raysgd_left_out"

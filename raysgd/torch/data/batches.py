@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import default_collate
 
 from raysgd.core.arrays import trees
-from raysgd.core.arrays.ray_batches import BatchForm, formed, stacked
-from raysgd.core.text.frames import defined_at
+from raysgd.core.arrays.user_data import BatchForm, formed, stacked
+from raysgd.core.text.tracebacks import defined_at
 from raysgd.torch.parallel.tensors import unwrap
 
 _MOST_BYTES_COPIED = 2**20

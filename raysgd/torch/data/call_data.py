@@ -14,22 +14,32 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from raysgd.core.arrays import data_kinds, trees
-from raysgd.core.arrays.arrays import Arrays, as_arrays
-from raysgd.core.arrays.containers import ArrayContainer
-from raysgd.core.arrays.data_kinds import CallData, Kind, RepeatedBatches, every_nth, size_of
-from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.core.arrays import trees, user_data
+from raysgd.core.arrays.user_data import (
+    Arrays,
+    BatchForm,
+    CallData,
+    Kind,
+    RepeatedBatches,
+    as_arrays,
+    every_nth,
+    size_of,
+)
 from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batches import TensorCollate, as_batch, count_samples
 from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.data.sampling import GlobalBatchRule, ShardedLoader, ending_with_parent, kept_options, shard_loader
-from raysgd.trainer.messages import prediction_data
-from raysgd.trainer.messages.prediction import AsBatch, PredictRequest, Rows, Work
-from raysgd.trainer.messages.prediction_data import (
+from raysgd.trainer.messages import prediction
+from raysgd.trainer.messages.prediction import (
+    ArrayContainer,
+    AsBatch,
     BatchRequest,
     Found,
     PredictionSource,
+    PredictRequest,
+    Rows,
+    Work,
     num_rows_of,
     refuse,
     source_of_batches,
@@ -42,7 +52,7 @@ def kind_of(dataset: Any) -> Kind | None:
 
     The kind determines how the data is read. Return None if the type of the data is not supported.
     """
-    kind = data_kinds.kind_of(dataset)
+    kind = user_data.kind_of(dataset)
     if kind is None and isinstance(dataset, DataLoader | Stream):
         return "batches"
     if kind is None and (isinstance(dataset, Dataset) or has_samples(dataset)):
@@ -75,8 +85,8 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
     if kind == "batches":
         return CallData(kind, dataset)
     if kind != "rows":
-        return data_kinds.call_data_of(dataset, config)
-    if data_kinds.kind_of(dataset) != "rows":  # the data is a map-style dataset or a list of dicts instead of arrays
+        return user_data.call_data_of(dataset, config)
+    if user_data.kind_of(dataset) != "rows":  # the data is a map-style dataset or a list of dicts instead of arrays
         size = size_of(f"a `{type(dataset).__name__}`", None, config)
         return CallData(kind, partial(_loader_over, dataset, {"batch_size": size}))
     data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
@@ -228,7 +238,7 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
             Or the loader forms no batches.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
-    found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
+    found = prediction.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
     if found is not None:
         return found
     if isinstance(data, Stream):

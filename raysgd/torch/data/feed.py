@@ -16,9 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.core.arrays.data_kinds import RepeatedBatches
 from raysgd.core.arrays.division import NO_BATCH, PlannedBatch, plan_of, with_seeds
-from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.arrays.user_data import RayLoader, RepeatedBatches
 from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.exceptions import NoDataError

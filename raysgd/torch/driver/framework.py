@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.callbacks.progress import LineBar, make_bar
-from raysgd.core.arrays.data_kinds import CallData, goes_to_all
+from raysgd.core.arrays.user_data import CallData, goes_to_all
 from raysgd.core.connections.torch import TorchConnection, variables_of_nccl
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
@@ -30,10 +30,9 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.settings import GroupSettings
 from raysgd.trainer.driver.life import Framework, TrainerLife
 from raysgd.trainer.driver.saving import Content
+from raysgd.trainer.messages.comparison import REASONS_OF_TORCH, check_equal, difference
 from raysgd.trainer.messages.epochs import EpochAnswer
-from raysgd.trainer.messages.joint_work import difference
-from raysgd.trainer.messages.prediction_data import BatchRequest, Found
-from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, check_equal
+from raysgd.trainer.messages.prediction import BatchRequest, Found
 from raysgd.trainer.worker.replica_state import place_in
 from raysgd.utils import BATCH_COUNT
 

@@ -19,9 +19,9 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer, stored_later
-from raysgd.core.reading.strict_reading import corrupted
 from raysgd.core.state.state_codec import EncodedState, decode, lend
-from raysgd.core.text.printable import errors_printable, printable_lines
+from raysgd.core.state.strict_reading import corrupted
+from raysgd.core.text.log_lines import errors_printable, printable_lines
 from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.core.arrays.user_data import BatchForm
 from raysgd.core.connections.torch import mesh_group
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
@@ -26,7 +26,7 @@ from raysgd.torch.hosting.torch_state import TorchState
 from raysgd.torch.hosting.torch_step import TorchParts, is_plain, make_undo
 from raysgd.torch.objects import hyperparameters, metric_objects, rng
 from raysgd.torch.objects.hyperparameters import Hyperparameters
-from raysgd.torch.objects.modes import ModuleModes
+from raysgd.torch.objects.models import ModuleModes
 from raysgd.torch.objects.precision import make_precision
 from raysgd.torch.operator.internals import TorchInternals
 from raysgd.torch.operator.registrar import global_batches
@@ -37,10 +37,9 @@ from raysgd.torch.parallel.sync import DDPSync, GradientSync
 from raysgd.torch.parallel.tensors import sums_of
 from raysgd.torch.step.advice import with_advice
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.messages.epochs import bind_batch_info
-from raysgd.trainer.messages.facts import RunnerFacts
+from raysgd.trainer.messages.comparison import WeightSums
+from raysgd.trainer.messages.epochs import RunnerFacts, bind_batch_info
 from raysgd.trainer.messages.prediction import PredictRequest, Work
-from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import check_is_set_up, take_rank

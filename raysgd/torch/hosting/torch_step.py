@@ -17,7 +17,7 @@ from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.core.engine.shared.types import StepLacksMemory, World
 from raysgd.core.memory import ran_out
-from raysgd.core.text.frames import defined_at
+from raysgd.core.text.tracebacks import defined_at
 from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.feed import DividedLoaderSource, LoaderSource, TorchFeed
 from raysgd.torch.objects import metric_objects
@@ -28,7 +28,7 @@ from raysgd.torch.parallel.undo import Mode, Undo, lacks_memory
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.messages.joint_work import JointWork
+from raysgd.trainer.messages.comparison import JointWork
 from raysgd.trainer.worker.operator import is_stock
 from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts, StepRules

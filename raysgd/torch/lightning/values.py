@@ -11,8 +11,7 @@ import torch
 
 from raysgd.core.arguments import is_integer
 from raysgd.core.arrays import trees
-from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.core.numbers.metric_meters import weight_of
+from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary, weight_of
 from raysgd.trainer.worker.replica_state import check_count, require
 from raysgd.utils import NUM_SAMPLES
 

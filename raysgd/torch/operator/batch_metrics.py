@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from raysgd.core.numbers.meters import AverageMeterCollection
-from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, weight_of
+from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, weight_of
 from raysgd.core.numbers.results import as_number
-from raysgd.core.text.frames import defined_at
+from raysgd.core.text.tracebacks import defined_at
 from raysgd.torch.data import batches
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.objects.criteria import LossCall, LossCalls
-from raysgd.torch.objects.moving import read_tensors
+from raysgd.torch.objects.models import read_tensors
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import Leg

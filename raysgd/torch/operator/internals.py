@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.core.arrays.user_data import BatchForm
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
 from raysgd.torch.data.batches import as_batch

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from raysgd.core.arrays.ray_batches import Convert, RayBatches, RayLoader, ray_batches, ray_batches_of
+from raysgd.core.arrays.user_data import Convert, RayBatches, RayLoader, ray_batches, ray_batches_of
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.sampling import GlobalBatchRule, ShardedLoader, UndividedLoader, shard_loader
-from raysgd.torch.objects.blocks import checkpoint_activations
 from raysgd.torch.objects.criteria import observable
-from raysgd.torch.objects.filling import is_empty, refuse_states
+from raysgd.torch.objects.models import checkpoint_activations, is_empty, refuse_states
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel.sync import COMM_HOOK
 from raysgd.torch.parallel.tensors import unwrap

@@ -11,7 +11,7 @@ from raysgd.core.arguments import check_kind, check_seed, refuse_text
 from raysgd.core.engine.shared.types import World
 from raysgd.core.imports import require
 from raysgd.torch.constants import VALID_SCHEDULER_STEP
-from raysgd.torch.objects.filling import fill, is_empty
+from raysgd.torch.objects.models import fill, is_empty
 from raysgd.torch.objects.precision import Precision, choose_precision
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 from raysgd.torch.parallel.strategy import DDP, Strategy

@@ -31,10 +31,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.core.connections.torch import board_of_group, new_group_beside
 from raysgd.core.memory import return_large_blocks
-from raysgd.torch.objects.blocks import blocks_of, without_checkpointing
-from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.loading import copied
-from raysgd.torch.objects.moving import to_device
+from raysgd.torch.objects.models import blocks_of, fill, is_empty, to_device, without_checkpointing
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.sync import GradientSync

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.connections.torch import summation_beside
 from raysgd.core.private_names import require_names
-from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
+from raysgd.torch.objects.models import without_checkpointing
 from raysgd.torch.parallel.sync import COMM_HOOK, DDPSync, GradientSync, check_group, has_state, wrappers
 from raysgd.torch.parallel.tensors import all_sum, repeat_first, take_from_first, trainable, unwrap
 

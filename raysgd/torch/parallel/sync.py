@@ -39,11 +39,11 @@ from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
 from raysgd.core.connections.group import Array, Gather, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import is_connection_error, mesh_group
-from raysgd.core.numbers.time_spent import UNDO
+from raysgd.core.numbers.timing import UNDO
 from raysgd.torch.parallel.tensors import all_sum, reachable, repeat_first
 from raysgd.torch.parallel.undo import StepRecord, Undo
 from raysgd.torch.parallel.weights import UNSCALED, BatchRecord, Weights
-from raysgd.trainer.messages.joint_work import JointWork
+from raysgd.trainer.messages.comparison import JointWork
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import StepRules
 

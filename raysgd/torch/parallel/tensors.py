@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from raysgd.core.connections.group import Group
 from raysgd.core.connections.torch import mesh_group
-from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
+from raysgd.trainer.messages.comparison import WeightSums, models_to_compare, tolerance_of
 
 _CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24  # elements that a GPU converts at once

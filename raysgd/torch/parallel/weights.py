@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
-from raysgd.core.numbers.metric_meters import as_weight
+from raysgd.core.numbers.meters import as_weight
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
 from raysgd.trainer.worker.step_loop import StepRules
 

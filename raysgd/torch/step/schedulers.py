@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
-from raysgd.core.numbers.metric_names import validation_name
-from raysgd.core.numbers.results import as_number
+from raysgd.core.numbers.results import as_number, validation_name
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 
 logger = logging.getLogger(__name__)

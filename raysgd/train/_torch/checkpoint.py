@@ -12,10 +12,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
-from raysgd.core.reading.strict_reading import refusals_of
+from raysgd.core.state.strict_reading import refusals_of
 from raysgd.torch.checkpoints.checkpoint_file import load_plain
 from raysgd.torch.data.batches import as_tensor
-from raysgd.torch.objects.moving import to_device
+from raysgd.torch.objects.models import to_device
 from raysgd.train.predictor import TensorPredictor
 
 logger = logging.getLogger(__name__)

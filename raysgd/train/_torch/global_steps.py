@@ -37,7 +37,7 @@ from raysgd.torch.parallel.tensors import repeat_first, sums_of
 from raysgd.torch.parallel.undo import Mode, Undo
 from raysgd.torch.parallel.weights import multiply
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
-from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
+from raysgd.trainer.messages.comparison import REASONS_OF_TORCH, ComparisonPace, check_equal
 
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_global"

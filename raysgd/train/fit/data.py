@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from raysgd.air.config import DatasetConfig
 from raysgd.air.constants import TRAIN_DATASET_KEY, WILDCARD_KEY
-from raysgd.core.arrays.ray_data import are_cpus_free, is_of_ray, with_own_options
+from raysgd.core.arrays.user_data import are_cpus_free, is_of_ray, with_own_options
 from raysgd.streams.stream import Stream
 from raysgd.train._worker.shards import DividedData, divided
 

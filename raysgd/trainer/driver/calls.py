@@ -34,12 +34,9 @@ from raysgd.exceptions import NoDataError, OnFailure
 from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.shared_data import DataSharing, Requests, stored_once
-from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.trainer.messages.joint_work import difference
-from raysgd.trainer.messages.prediction import PredictRequest
-from raysgd.trainer.messages.prediction_data import DEFAULT_BATCH_SIZE, PredictionSource
-from raysgd.trainer.messages.weight_sums import ComparisonPace
+from raysgd.trainer.messages.comparison import ComparisonPace, difference
+from raysgd.trainer.messages.epochs import BegunEpoch, EpochAnswer, EpochRequest
+from raysgd.trainer.messages.prediction import DEFAULT_BATCH_SIZE, PredictionSource, PredictRequest
 
 logger = logging.getLogger(__name__)
 

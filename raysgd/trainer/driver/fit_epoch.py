@@ -16,7 +16,7 @@ from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls
 from raysgd.core.engine.shared.call import CallHandle
 from raysgd.core.history.history import CallRecord, RecordBeside
-from raysgd.core.numbers.metric_names import validation_name
+from raysgd.core.numbers.results import validation_name
 from raysgd.exceptions import NoDataError, WorkersLostError
 from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
 

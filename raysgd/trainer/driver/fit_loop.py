@@ -21,7 +21,7 @@ from raysgd.callbacks.sidecar import location as sidecar_location
 from raysgd.core import arguments as checks
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.files import check_path, make_folder
-from raysgd.core.text.printable import errors_printable
+from raysgd.core.text.log_lines import errors_printable
 from raysgd.core.text.tracebacks import hides_library_frames
 from raysgd.exceptions import CallbackError, InvalidCountError, WorkersLostError
 from raysgd.storage import files, open_folder
@@ -31,8 +31,7 @@ from raysgd.trainer.driver.calls import EpochLeft, TrainerCalls, epoch_options
 from raysgd.trainer.driver.fit_epoch import EpochResults, Pauses
 from raysgd.trainer.driver.fit_steps import StepReports
 from raysgd.trainer.driver.leaving import Leaving, answer_signal
-from raysgd.trainer.messages.begun import BegunEpoch, open_steps_from_data
-from raysgd.trainer.messages.epochs import VALIDATES
+from raysgd.trainer.messages.epochs import VALIDATES, BegunEpoch, open_steps_from_data
 
 AUTO = "auto"
 INLINE, ASYNC = "inline", "async"

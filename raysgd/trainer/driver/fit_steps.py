@@ -19,14 +19,13 @@ from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.transfers import ask_all
 from raysgd.core.engine.worker import is_sendable
 from raysgd.core.history import readable
-from raysgd.core.numbers.meters import MetricSummary
-from raysgd.core.numbers.metric_meters import NUM_SAMPLES
+from raysgd.core.numbers.meters import NUM_SAMPLES, MetricSummary
 from raysgd.core.numbers.results import merge
 from raysgd.exceptions import OnFailure, RaySGDError, UnpicklableError
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.listeners import Listener, StepReader
 from raysgd.trainer.driver.live_changes import LiveChanges
-from raysgd.trainer.messages.begun import OpenSteps, summaries_as_data
+from raysgd.trainer.messages.epochs import OpenSteps, summaries_as_data
 
 if TYPE_CHECKING:
     from raysgd.journal.keeper import JournalKeeper

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.callbacks.sidecar import Sidecar
 from raysgd.core import arguments as checks
-from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.arrays.user_data import CallData
 from raysgd.core.cluster.program_end import end_with
 from raysgd.core.cluster.ray_cluster import draining_nodes
 from raysgd.core.cluster.ray_session import run_into
@@ -46,10 +46,8 @@ from raysgd.trainer.driver.leaving import answer_signal
 from raysgd.trainer.driver.listeners import ProgressListeners
 from raysgd.trainer.driver.saving import Content, FileSaves
 from raysgd.trainer.driver.shared_data import DataSharing, store_share
-from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochAnswer, merged
-from raysgd.trainer.messages.facts import RunnerFacts
-from raysgd.trainer.messages.prediction_data import BatchRequest, Found
+from raysgd.trainer.messages.epochs import BegunEpoch, EpochAnswer, RunnerFacts, merged
+from raysgd.trainer.messages.prediction import BatchRequest, Found
 
 if TYPE_CHECKING:
     from raysgd.trainer.worker.runner import ClassRunner

@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.core.arrays.data_kinds import CallData, DataPosition, Kind, call_data_of
-from raysgd.core.arrays.ray_batches import RayBatches
-from raysgd.core.arrays.ray_data import are_cpus_free
+from raysgd.core.arrays.user_data import CallData, DataPosition, Kind, RayBatches, are_cpus_free, call_data_of
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import identity, packed_bytes
 from raysgd.trainer.configuration.settings import ReplicaSettings

@@ -35,7 +35,7 @@ from raysgd.core.history import readable
 from raysgd.core.history.history import History
 from raysgd.core.history.status import TrainerStatus
 from raysgd.core.numbers.results import Metrics
-from raysgd.core.numbers.time_spent import TimeLedger
+from raysgd.core.numbers.timing import TimeLedger
 from raysgd.core.text.cards import card
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.trainer.configuration.recovery import Recovery
@@ -46,8 +46,8 @@ from raysgd.trainer.driver.detachable import Detachable
 from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.life import Framework, NoteProgress, TrainerLife
 from raysgd.trainer.driver.live_changes import LiveChanges
-from raysgd.trainer.messages import replica_calls
-from raysgd.trainer.messages.prediction_data import BatchRequest
+from raysgd.trainer.messages import epochs
+from raysgd.trainer.messages.prediction import BatchRequest
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -597,7 +597,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
     def apply_all_workers(self, fn: Callable[[], T]) -> list[T]:
         """Run `fn()` once in each worker process. Return the results in rank order."""
         # `fn` may change the workers' state, for example by setting a random seed.
-        return self._life.on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)
+        return self._life.on_all(epochs.execute, fn, changes_state=True, is_repeatable=False)
 
     def apply_all_operators(self, fn: Callable[[AnyOperatorT], T]) -> list[T]:
         """Run `fn(operator)` in all workers at the same time. Return the results in rank order.
@@ -605,7 +605,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         If `fn` raises an error on only some workers, or at different lines, all workers are replaced, because their
         operators may no longer be in sync.
         """
-        return self._life.on_all(replica_calls.apply, fn, changes_state=True, keeps_alike=True, is_repeatable=False)
+        return self._life.on_all(epochs.apply, fn, changes_state=True, keeps_alike=True, is_repeatable=False)
 
     def get_local_operator(self) -> AnyOperatorT:
         """Return the live operator of rank 0. Needs `use_local=True`.

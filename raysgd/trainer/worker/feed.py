@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from raysgd.core.arrays.data_kinds import CallData, DataPosition
-from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.arrays.user_data import CallData, DataPosition, RayLoader
 from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.trainer.messages.epochs import EpochRequest
 

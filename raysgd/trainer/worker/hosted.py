@@ -16,14 +16,12 @@ from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core.engine.shared.types import Heartbeat, World
-from raysgd.core.numbers.meters import MetricSummary
-from raysgd.core.numbers.metric_meters import BATCH_COUNT, refuse_taken
-from raysgd.core.numbers.timers import TimerCollection
+from raysgd.core.numbers.meters import BATCH_COUNT, MetricSummary, refuse_taken
+from raysgd.core.numbers.timing import TimerCollection
 from raysgd.exceptions import OnFailure
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.trainer.messages.facts import RunnerFacts
+from raysgd.trainer.messages.comparison import WeightSums
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
-from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.feed import DataFeed
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import is_stock

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
-from raysgd.core.numbers.time_spent import (
+from raysgd.core.numbers.timing import (
     AGAIN,
     BINS,
     DATA,

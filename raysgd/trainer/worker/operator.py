@@ -15,11 +15,18 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate
 
 from raysgd.core.engine.shared.types import World
-from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.core.numbers.metric_meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, float_each, is_weight
-from raysgd.core.numbers.timers import TimerCollection
-from raysgd.core.text.frames import defined_at
+from raysgd.core.numbers.meters import (
+    BATCH_COUNT,
+    BATCH_WEIGHT,
+    NUM_SAMPLES,
+    AverageMeterCollection,
+    MetricSummary,
+    float_each,
+    is_weight,
+)
+from raysgd.core.numbers.timing import TimerCollection
 from raysgd.core.text.log_lines import Once
+from raysgd.core.text.tracebacks import defined_at
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 

@@ -17,15 +17,12 @@ from typing import Any
 
 from raysgd.core.engine.shared.replica import Capture, taken_over
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
-from raysgd.core.numbers.meters import MetricSummary
-from raysgd.core.numbers.metric_meters import is_weight
+from raysgd.core.numbers.meters import MetricSummary, is_weight
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number
-from raysgd.core.numbers.time_spent import DRIVER
+from raysgd.core.numbers.timing import DRIVER
 from raysgd.exceptions import NotRegisteredError
-from raysgd.trainer.messages.begun import BegunEpoch
-from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
-from raysgd.trainer.messages.facts import RunnerFacts
-from raysgd.trainer.messages.joint_work import JointWork
+from raysgd.trainer.messages.comparison import JointWork
+from raysgd.trainer.messages.epochs import BegunEpoch, EpochAnswer, EpochRequest, RunnerFacts, accepted
 from raysgd.trainer.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger

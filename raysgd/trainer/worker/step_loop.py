@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 
 from raysgd.core.arrays.division import NO_BATCH, BatchPlan, PlannedBatch
 from raysgd.core.numbers.meters import AverageMeterCollection
-from raysgd.core.numbers.time_spent import OTHER
+from raysgd.core.numbers.timing import OTHER
+from raysgd.trainer.messages.comparison import JointWork
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.feed import DataFeed
 
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from raysgd.core.arrays.data_kinds import DataPosition
+from raysgd.core.arrays.user_data import DataPosition
 from raysgd.core.connections.group import Gather
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed
-from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.core.numbers.metric_meters import NUM_SAMPLES
+from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd.core.numbers.results import ProgressKind, num_samples_of, with_lost
-from raysgd.core.numbers.time_spent import DRIVER
+from raysgd.core.numbers.timing import DRIVER
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.operator import around_batches, is_stock

@@ -12,8 +12,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
-from raysgd.core.numbers.meters import AverageMeterCollection, PendingMetric
-from raysgd.core.numbers.metric_meters import BATCH_WEIGHT, NUM_SAMPLES, is_metric_object, weight_of
+from raysgd.core.numbers.meters import (
+    BATCH_WEIGHT,
+    NUM_SAMPLES,
+    AverageMeterCollection,
+    PendingMetric,
+    is_metric_object,
+    weight_of,
+)
 
 CALLBACKS = "callbacks"
 """Key of the callbacks' states in the training state of a worker. Missing if `InstalledCallbacks.states` is empty."""

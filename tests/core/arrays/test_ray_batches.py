@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.core.arrays.ray_batches import BatchForm, RayBatches, RayLoader, RayShare, ray_batches
+from raysgd.core.arrays.user_data import BatchForm, RayBatches, RayLoader, RayShare, ray_batches
 from raysgd.core.engine.shared.types import World
 from raysgd.torch.data.batches import as_batch, as_tensor
 from raysgd.utils import BATCH_SIZE

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.history.accounts import _ADVICE, Accounts
-from raysgd.core.numbers.time_spent import _AVOIDABLE, TimeSpent
+from raysgd.core.numbers.timing import _AVOIDABLE, TimeSpent
 
 
 class Clock:

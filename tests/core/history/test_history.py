@@ -12,7 +12,7 @@ import pytest
 
 from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.history.history import CallRecord, CallRecorder, History, Kind, plain
-from raysgd.core.numbers.metric_names import name_in_test, validation_name
+from raysgd.core.numbers.results import name_in_test, validation_name
 
 HOSTILE = "<script>$x^{$"
 

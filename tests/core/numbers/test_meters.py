@@ -1,6 +1,6 @@
 """Averages of metrics: sums and weights, what they accept, and what waits for a step.
 
-Covers `raysgd.core.numbers.metric_meters`, too.
+Covers `raysgd.core.numbers.meters`, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd.core.numbers.meters import AverageMeter, AverageMeterCollection, MetricSummary
-from raysgd.core.numbers.metric_meters import MAX_UNREAD
+from raysgd.core.numbers.meters import MAX_UNREAD, AverageMeter, AverageMeterCollection, MetricSummary
 
 
 class FakeTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.core.numbers.time_spent import BINS, RECOVERY, TimeLedger, TimeSpent, goodput_of
+from raysgd.core.numbers.timing import BINS, RECOVERY, TimeLedger, TimeSpent, goodput_of
 
 
 def test_every_bin_has_words_of_its_own() -> None:

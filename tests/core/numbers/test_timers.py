@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from raysgd.core.numbers.timers import TimerCollection, TimerStat
+from raysgd.core.numbers.timing import TimerCollection, TimerStat
 
 
 class FakeClock:

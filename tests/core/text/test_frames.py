@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import raysgd
-from raysgd.core.text.frames import defined_at, frames_of_user, is_of_library, short_name, shows_all_frames, with_code
+from raysgd.core.text.tracebacks import (
+    defined_at,
+    frames_of_user,
+    is_of_library,
+    short_name,
+    shows_all_frames,
+    with_code,
+)
 from raysgd.trainer.worker.operator import BaseOperator
 
 PACKAGE = Path(raysgd.__file__).parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.core.text.printable import LONGEST, errors_printable, printable, printable_lines
+from raysgd.core.text.log_lines import LONGEST, errors_printable, printable, printable_lines
 
 
 @pytest.mark.parametrize(

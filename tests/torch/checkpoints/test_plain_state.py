@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.core.reading.strict_reading import DamagedFileError, check_depth
+from raysgd.core.state.strict_reading import DamagedFileError, check_depth
 from raysgd.torch.checkpoints.plain_state import packed, unpacked
 
 

@@ -13,7 +13,7 @@ import torch
 
 from raysgd.torch import TrainingOperator
 from raysgd.torch.data import batches
-from raysgd.torch.objects.moving import to_device
+from raysgd.torch.objects.models import to_device
 
 X, Y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
 

@@ -1,6 +1,6 @@
 """Data for one call: which kinds there are, and that they are used as registered loaders are.
 
-Covers `raysgd.core.arrays.data_kinds` and `raysgd.core.arrays.arrays`.
+Covers `raysgd.core.arrays.user_data` and `raysgd.core.arrays.user_data`.
 """
 
 from __future__ import annotations

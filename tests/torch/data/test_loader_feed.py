@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from raysgd.core.arrays.data_kinds import CallData
 from raysgd.core.arrays.division import Division
+from raysgd.core.arrays.user_data import CallData
 from raysgd.streams.source import stream_data
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder

@@ -1,7 +1,7 @@
 """`TorchTrainer.predict` with one worker in this process: kinds of data and results, refusals, what stays as it was.
 
-Covers `raysgd.trainer.messages.prediction`, `raysgd.trainer.messages.prediction_data` and
-`raysgd.core.arrays.containers`, which come to life only with the arrays of a framework.
+Covers `raysgd.trainer.messages.prediction`, `raysgd.trainer.messages.prediction` and
+`raysgd.trainer.messages.prediction`, which come to life only with the arrays of a framework.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import pytest
 
 from raysgd.exceptions import UnevenStepsError
 from raysgd.torch.driver.framework import check_alike
+from raysgd.trainer.messages.comparison import JointWork
 from raysgd.trainer.messages.epochs import EpochAnswer
-from raysgd.trainer.messages.joint_work import JointWork
 
 
 def answer(num_steps: int, num_done: int | None) -> EpochAnswer:

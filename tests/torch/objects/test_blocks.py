@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd.torch.objects.blocks import blocks_of, checkpoint_activations, without_checkpointing
+from raysgd.torch.objects.models import blocks_of, checkpoint_activations, without_checkpointing
 
 
 class Stack(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.torch.objects.filling import fill, is_empty, refuse_states
+from raysgd.torch.objects.models import fill, is_empty, refuse_states
 from tests.torch.operators_for_tests import equal
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raysgd.torch.objects.modes import ModuleModes, begin_training
+from raysgd.torch.objects.models import ModuleModes, begin_training
 
 
 def student_and_teacher() -> tuple[torch.nn.Sequential, torch.nn.Module]:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from transformers import BatchEncoding, BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from raysgd.torch.objects.moving import packed, read_tensors, to_device, unpacked
+from raysgd.torch.objects.models import packed, read_tensors, to_device, unpacked
 
 
 def test_nested_structures_are_moved_as_a_whole() -> None:

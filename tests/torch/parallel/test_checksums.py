@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd.torch.parallel.tensors import sums_of
-from raysgd.trainer.messages.weight_sums import WeightSums, check_equal
+from raysgd.trainer.messages.comparison import WeightSums, check_equal
 
 
 def sums(*models: torch.nn.Module, is_exact: bool = False, left_out: Collection[str] | None = ()) -> WeightSums:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
-from raysgd.core.numbers.time_spent import EXCHANGE, USEFUL
+from raysgd.core.numbers.timing import EXCHANGE, USEFUL
 from raysgd.torch.parallel.strategy import DDP
 from raysgd.torch.parallel.sync import COMM_HOOK
 from raysgd.trainer.worker.ledger import Ledger

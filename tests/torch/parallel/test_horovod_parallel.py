@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.horovod import HorovodConnection, import_horovod
 from raysgd.core.engine.shared.types import World
-from raysgd.core.reading.strict_reading import NotPlainError
+from raysgd.core.state.strict_reading import NotPlainError
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments

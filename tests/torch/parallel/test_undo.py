@@ -15,7 +15,7 @@ import torch
 
 from raysgd.callbacks.averages import EMA
 from raysgd.core.arrays.division import BETWEEN_BATCHES
-from raysgd.core.numbers.time_spent import START_UP, UNDO
+from raysgd.core.numbers.timing import START_UP, UNDO
 from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import undo as undoing
 from raysgd.torch.parallel.sync import Leg

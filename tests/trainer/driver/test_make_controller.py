@@ -14,7 +14,7 @@ from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker
 from raysgd.trainer.driver import life
-from raysgd.trainer.messages.facts import RunnerFacts
+from raysgd.trainer.messages.epochs import RunnerFacts
 
 
 def made_by(use_gpu: bool, **options: Any) -> Any:

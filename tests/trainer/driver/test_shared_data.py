@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from raysgd.core.arrays.data_kinds import CallData, DataPosition
-from raysgd.core.arrays.ray_batches import RayBatches
+from raysgd.core.arrays.user_data import CallData, DataPosition, RayBatches
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import SentData
 from raysgd.trainer.configuration.settings import ReplicaSettings

@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.core.engine.shared.replica import taken_over
 from raysgd.core.numbers.meters import MetricSummary
-from raysgd.trainer.messages.begun import BegunEpoch, open_steps_from_data
+from raysgd.trainer.messages.epochs import BegunEpoch, open_steps_from_data
 
 
 def summary(loss: float, num_samples: int) -> MetricSummary:

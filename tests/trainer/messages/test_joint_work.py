@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd.core.engine.shared.types import Heartbeat
-from raysgd.trainer.messages.joint_work import JointWork, difference
+from raysgd.trainer.messages.comparison import JointWork, difference
 
 
 def work(done: str, is_over: bool = False, num_marks: int = 4, number: int = 1) -> Heartbeat:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raysgd.exceptions import RanksDifferError
-from raysgd.trainer.messages.weight_sums import (
+from raysgd.trainer.messages.comparison import (
     ComparisonPace,
     WeightSums,
     check_equal,

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from raysgd.core.history.status import find_straggler
-from raysgd.core.numbers.time_spent import DRIVER, TimeSpent
+from raysgd.core.numbers.timing import DRIVER, TimeSpent
 from raysgd.trainer.worker.ledger import Ledger
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from raysgd.core.numbers.time_spent import TimeSpent
+from raysgd.core.numbers.timing import TimeSpent
 from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.exceptions import WorkerFault
 

@@ -1,1 +1,0 @@
-"""Reads files that may come from strangers, without running code that such files contain."""
