@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import count, pairwise
 from typing import Any
-from weakref import ref
 
 from raysgd.core import arguments as checks
 from raysgd.core.arrays import trees
@@ -175,22 +174,24 @@ class TrainerCalls:
         largest = life.largest_batch
         number = cache(lambda: controller.num_calls)  # `cache`, so that all attempts of this call use the same number
         attempts = count(1)
+        # `requests` refers to this part of the call only. The whole call refers to `requests`, and a cycle would keep
+        # the trainer alive after the program drops it.
+        kind = Call(runner.train_epoch, changes_state=True, keeps_alike=True, is_repeatable=dataset is None)
+        # The call can stop between two steps only if the position in the data can be saved.
+        is_held = dataset is None and controller.facts[0].epoch_obstacle is None
 
         def requests(worlds: Sequence[World]) -> Requests:
-            call = weak_call()
-            assert call is not None, "a call that runs is referred to"
-            compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
-            of_attempt = replace(options, compares_ranks=compares, call_number=number(), attempt=next(attempts))
+            compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(kind))
+            of_attempt = replace(
+                options, compares_ranks=compares, call_number=number(), attempt=next(attempts), begun=begun
+            )
             if largest is not None:
                 of_attempt = replace(of_attempt, largest_batch=largest.for_group(controller.ensure_group().workers))
             arguments = self.requests("train", of_attempt, dataset, worlds)
             if leaves is not None and controller.ensure_group().is_driver_only:  # no other thread watches `leaves`
                 request, *shard = arguments[0]
-                arguments[0] = (replace(request, redraw=partial(self._between_steps, call)), *shard)
-            if begun is not None:
-                # Ranks with the same arguments keep sharing one object, so that it is pickled only once.
-                with_begun = {id(each): (begun, *each) for each in arguments}
-                arguments = [with_begun[id(each)] for each in arguments]
+                redraw = partial(self._between_steps, leaves if is_held else None)
+                arguments[0] = (replace(request, redraw=redraw), *shard)
             return arguments
 
         def check_all(answers: Sequence[EpochAnswer]) -> None:
@@ -200,26 +201,18 @@ class TrainerCalls:
             life.framework.check_answers(life, "train", answers, options.num_steps)
 
         can_resume = dataset is None or life.framework.goes_on_with(dataset)
-        # The call can stop between two steps only if the position in the data can be saved.
-        is_held = dataset is None and controller.facts[0].epoch_obstacle is None
         with life.framework.shown(life):  # before `on_wait`, which is None without listeners
-            call = Call(
-                runner.train_epoch if begun is None else runner.resume_left,
-                requests,
-                changes_state=True,
-                keeps_alike=True,
+            call = replace(
+                kind,
+                args_for=requests,
                 on_wait=listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
-                resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
+                resume=runner.resume_epoch if can_resume else None,
                 check=check_all,
                 divergence=difference,
                 is_short=True,
-                is_repeatable=dataset is None,
                 leaves=leaves if is_held else None,
                 split=None if largest is None else largest.split,
             )
-            # The call refers to `requests`, which uses `weak_call`. With a strong reference, this would be a cycle, and
-            # the cycle would keep the trainer alive after the program drops it.
-            weak_call = ref(call)
             began, answers = time.perf_counter(), list[EpochAnswer]()
             try:
                 answers = self._run_measured(call, max_retries)
@@ -242,14 +235,14 @@ class TrainerCalls:
         self._warn_of_nan(result)
         return record(result)
 
-    def _between_steps(self, call: Call) -> None:
-        """Between two steps, call the listeners, and stop the call if its `leaves` function returns True.
+    def _between_steps(self, leaves: Callable[[], bool] | None) -> None:
+        """Between two steps, call the listeners, and stop the call if `leaves` returns True.
 
         Used if the driver is the only worker. Otherwise, the driver does this while it waits for the workers.
         """
         if self.life.listeners.on_wait is not None:
             self.life.listeners.on_wait()
-        if call.leaves is not None and call.leaves():
+        if leaves is not None and leaves():
             self.life.controller.monitor.hold_to_leave()
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:

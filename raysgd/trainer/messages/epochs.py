@@ -22,6 +22,7 @@ from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.numbers import results
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.trainer.messages.comparison import JointWork, WeightSums
+from raysgd.trainer.messages.epochs import BegunEpoch
 
 VALIDATES = "validates"
 """Key in the `info` of an epoch. Its value is True if `fit` validates after epochs."""
@@ -52,6 +53,7 @@ class EpochRequest:
             `micro_batch_size="auto"`. None to leave it unchanged.
         is_inside: True for a validation in the middle of an epoch, which must not affect random numbers and metrics in
             the rest of the epoch.
+        begun: The unfinished epoch to continue, if an earlier run stopped inside an epoch. Otherwise, None.
     """
 
     num_steps: int | None
@@ -67,6 +69,7 @@ class EpochRequest:
     hold_at: int | None = field(default=None, kw_only=True)
     is_inside: bool = field(default=False, kw_only=True)
     largest_batch: int | None = field(default=None, kw_only=True)
+    begun: BegunEpoch | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

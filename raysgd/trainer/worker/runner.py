@@ -288,6 +288,9 @@ class ClassRunner(ABC):
     def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Run the operator's `train_epoch` from the start of the requested call.
 
+        If the request names an epoch that an earlier run left unfinished, possibly in another process, continue that
+        epoch. This worker then already has the training state of the step at which the earlier run stopped.
+
         Args:
             request: The driver's request to train.
             share: Data that the driver sends to this worker: a whole dataset, or this worker's shard of it. None if the
@@ -296,25 +299,47 @@ class ClassRunner(ABC):
         Returns:
             This worker's answer to the driver, or a `HeldAtStep` if the call stopped between two steps.
         """
-        hosted = self._hosted
-        # `_training` stays None until the `TrainingCall` is created below. If an error occurs before that, there is no
-        # call to resume.
-        raised, self._training = self._unfinished, None
-        if raised is not None and raised.cursor is hosted.feed.train_cursor is not None:
-            # The user's code raised an error in the last call. Train again on the batch in which the error occurred.
-            hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())
+        hosted, feed, before, begun = self._hosted, self._hosted.feed, self._unfinished, request.begun
+        if begun is not None and not (begun.is_exhausted or feed.training(request).is_mid_pass):
+            begun = None  # the user has meanwhile registered other data, which has no position to continue from
+        if begun is None:
+            self._training = None  # until the new call exists: if an error occurs before, there is nothing to resume
+            if before is not None and before.cursor is feed.train_cursor is not None:
+                # The user's code raised an error in the last call. Train again on the batch in which it occurred.
+                feed.go_to(feed.epoch, feed.position())
         self._ledger.begin_call()
         hosted.parts.begin_call()
-        if share is not None:
-            hosted.feed.take_share("train", request, share)
-        cursor = hosted.feed.training(request)
         hosted.set_timers(request.profile)
+        if begun is not None:
+            return self._call_left(begun, request, before).resume(request, share)
+        if share is not None:
+            feed.take_share("train", request, share)
+        cursor = feed.training(request)
         if self._copies.every is not None:
             self._copies.forget_call()
-        begun = RunState(0, hosted.feed.pass_index(cursor), request.num_steps, call_number=request.call_number)
-        call = self._training = TrainingCall(hosted, self._copies, begun)
-        call.samples_before = hosted.feed.samples_used()
+        first = RunState(0, feed.pass_index(cursor), request.num_steps, call_number=request.call_number)
+        call = self._training = TrainingCall(hosted, self._copies, first)
+        call.samples_before = feed.samples_used()
         return call.train_on(cursor, request)
+
+    def _call_left(self, begun: BegunEpoch, request: EpochRequest, before: TrainingCall | None) -> TrainingCall:
+        """Return the call that continues an epoch which an earlier run left unfinished.
+
+        Args:
+            begun: The step at which the earlier run left the epoch, and the metrics of that run's ranks.
+            request: The driver's request to train.
+            before: The last call on this worker, if it is unfinished.
+        """
+        at, world = (begun.num_steps, begun.epoch_idx), self._hosted.world
+        if before is not None and (before.num_batches_completed, before.progress.epoch_idx) == at:
+            before.detach()  # the earlier run used this same process, which still holds the epoch's metric objects
+            before.note(call_number=request.call_number)
+            return before
+        for name in begun.objects:
+            logger.warning("the metric object `%s` will cover only what follows in this epoch", name)
+        lost = {str(number): metrics for number, metrics in enumerate(begun.lost)}
+        first = RunState(*at, request.num_steps, begun.is_exhausted, lost=lost, call_number=request.call_number)
+        return self._go_on_from(first, taken_over(begun.by_rank, world.rank, world.size), begun.by_rank)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
         """Continue a training call that was interrupted or paused, from the step after its last completed step.
@@ -329,54 +354,6 @@ class ClassRunner(ABC):
         call = run_of(self._training, request.call_number)
         # None means that this rank had not begun the call when the call was interrupted.
         return self.train_epoch(request, share) if call is None else call.resume(request, share)
-
-    def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue an epoch that an earlier run left unfinished, possibly in another process.
-
-        This worker already has the training state of the step at which the earlier run stopped.
-
-        Args:
-            begun: The step at which the earlier run left the epoch, and the metrics of that run's ranks.
-            request: The driver's request to train.
-            share: See `train_epoch`.
-
-        Returns:
-            See `train_epoch`.
-        """
-        hosted, call = self._hosted, self._unfinished
-        if not (begun.is_exhausted or hosted.feed.training(request).is_mid_pass):
-            # The user has meanwhile registered other data. Without a position to continue from, start the epoch over.
-            return self.train_epoch(request, share)
-        self._ledger.begin_call()
-        hosted.parts.begin_call()
-        hosted.set_timers(request.profile)
-        at = begun.num_steps, begun.epoch_idx
-        if call is not None and (call.num_batches_completed, call.progress.epoch_idx) == at:
-            call.detach()  # the earlier run used this same process, which still holds the epoch's metric objects
-            call.note(call_number=request.call_number)
-            return call.resume(request, share)
-        for name in begun.objects:
-            logger.warning("the metric object `%s` will cover only what follows in this epoch", name)
-        lost = {str(number): metrics for number, metrics in enumerate(begun.lost)}
-        first = RunState(
-            begun.num_steps,
-            begun.epoch_idx,
-            request.num_steps,
-            begun.is_exhausted,
-            lost=lost,
-            call_number=request.call_number,
-        )
-        world = hosted.world
-        own = taken_over(begun.by_rank, world.rank, world.size)
-        return self._go_on_from(first, own, begun.by_rank).resume(request, share)
-
-    def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue a `resume_left` call that was interrupted or paused.
-
-        If this worker had not begun the call, begin it now. See `resume_left` for the arguments and the return value.
-        """
-        has_begun = run_of(self._training, request.call_number) is not None
-        return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
     def capture_here(self) -> Capture:
         """Copy the training state after the last completed step, and return this rank's part of the copy.
