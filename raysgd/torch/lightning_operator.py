@@ -237,7 +237,9 @@ class LightningOperator(TrainingOperator):
             num_samples = 0 if leg.plan.is_padding else self._raysgd.num_samples(batch)
             numbers = numbers_in(output, self._values.loss_name)
             self._parts.append({NUM_SAMPLES: num_samples, **numbers, **self._values.of_batch})
-            if leg.plan.sync_gradients and not (self._raysgd.precision.has_skipped() or leg.batch.is_left_out):
+            if leg.plan.sync_gradients and not (
+                self._raysgd.precision.has_skipped() or self._raysgd.meters.is_left_out
+            ):
                 self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), *self._parts)
             if leg.plan.ends_global_batch:
                 self._parts.clear()
@@ -361,10 +363,10 @@ class LightningOperator(TrainingOperator):
         The batches of a loader without a length are not consumed, because there may be no end to them.
         """
         leg = self._raysgd.sync.leg
-        leg.weights.end_waiting()  # tell the other ranks not to wait for a backward pass of this rank
+        leg.end_waiting()  # tell the other ranks not to wait for a backward pass of this rank
         if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:
-                leg.weights.end_waiting()
+                leg.end_waiting()
 
     def _step_schedulers(
         self, intervals: tuple[str, ...], count: int, *parts: Mapping[str, Any], waits: bool = False

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raysgd.exceptions import UnevenStepsError, WorkerError, WorkersLostError
-from raysgd.torch.parallel.weights import Weights
+from raysgd.torch.parallel.leg import Leg
 from tests.programs.grammar import Value, drawn, read, smaller, written
 from tests.programs.kinds import KINDS, kind_of
 from tests.programs.outcomes import Outcome, differences
@@ -81,10 +81,8 @@ def test_what_the_library_does_not_do_is_told_from_faults(error: Exception, expe
 
 
 def test_a_library_with_other_weights_is_found_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_up = Weights.add_up
-    monkeypatch.setattr(
-        Weights, "add_up", lambda self, *arguments, **options: 1.01 * add_up(self, *arguments, **options)
-    )
+    add_up = Leg.add_up
+    monkeypatch.setattr(Leg, "add_up", lambda self, *arguments, **options: 1.01 * add_up(self, *arguments, **options))
     runner = Runner("counts")
     verdict = runner.run("rows=22 batch=4 accumulate=2 sampler=turns")
     assert verdict.word == WRONG

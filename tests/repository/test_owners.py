@@ -12,8 +12,8 @@ PARTS = ("torch", "trainer/worker", "tf/hosting", "tf/data")
 STEP = {"accumulation", "added", "batch", "cursor", "leg", "loop", "parts", "record", "flight_recorder", "saved"}
 """How the code calls the objects of a step."""
 
-OWN = {f"torch/parallel/{name}.py" for name in ("sync", "undo", "weights")}
-"""Their classes. A `Leg` has its records, `Weights` an `Accumulation`, and `Undo` fills what it has saved."""
+OWN = {f"torch/parallel/{name}.py" for name in ("leg", "sync", "undo")}
+"""Their classes. A `Leg` has its records and an `Accumulation`, and `Undo` fills what it has saved."""
 
 
 def set_from_outside(source: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raysgd.core.arrays.division import BatchPlan
-from raysgd.torch.parallel.sync import Leg
+from raysgd.torch.parallel.leg import Leg
 
 
 def begin_next(

@@ -22,8 +22,9 @@ from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.feed import DividedLoaderSource, LoaderSource, TorchFeed
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.objects.criteria import refuse_sum
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.parallel.sync import GradientSync, Leg
+from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.parallel.undo import Mode, Undo, lacks_memory
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.step.gradients import step_with, tells_of_steps
@@ -210,9 +211,9 @@ class TorchParts(StepParts):
                     stack.enter_context(with_advice(models, leg if is_split else None))
                 if is_split and is_distributed and not hosted.parallel.is_sharded:
                     stack.enter_context(comparing_sizes(lambda: leg.plan.weight != 1.0))
-                stack.enter_context(internals.loss_calls.on(internals.criterion, leg.weights.note_labels))
+                stack.enter_context(internals.loss_calls.on(internals.criterion, leg.note_labels))
                 yield
-            leg.weights.check_counted()
+            leg.check_counted()
         finally:
             sync.end_leg()
 
@@ -272,7 +273,7 @@ class TorchParts(StepParts):
             ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
         """
         leg, name = self._sync.leg, type(self._operator).__name__
-        if leg.weights.accumulation is not None:
+        if leg.accumulation is not None:
             leg.end_batch()  # the optimizer may step although the window is not full
             step_with(self._operator, *self._optimizers)
         if leg.rules.has_several and has_batches and not leg.is_used:

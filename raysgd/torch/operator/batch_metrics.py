@@ -22,8 +22,8 @@ from raysgd.torch.objects import metric_objects
 from raysgd.torch.objects.criteria import LossCall, LossCalls
 from raysgd.torch.objects.models import read_tensors
 from raysgd.torch.operator.settings import OperatorContext
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.parallel.sync import Leg
 from raysgd.trainer.worker.operator import Internals
 from raysgd.utils import IS_PADDING
 
@@ -94,7 +94,7 @@ class BatchMetrics(Internals):
         if weight is None and found != num_samples:
             if len(self.sync.leg.batch.items) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.sync.leg.weights.expect_weight()  # unless the loss is the criterion's return value
+            self.sync.leg.expect_weight()  # unless the loss is the criterion's return value
         size = {NUM_SAMPLES: num_samples}
         return size if weight is None else {**size, BATCH_WEIGHT: weight}
 

@@ -180,7 +180,7 @@ class FSDPSync(GradientSync):
     ) -> Any:
         # Not as an all-reduce of the step: nobody would notice how it ends.
         self.leg.flight_recorder.note("gradients were exchanged")
-        self.leg.weights.multiply(input_tensor)
+        self.leg.multiply(input_tensor)
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 
 

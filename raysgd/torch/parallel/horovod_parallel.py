@@ -57,7 +57,7 @@ class HorovodSync(GradientSync):
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return a gradient times this rank's weight, and None. Horovod calls this before it sends the gradient."""
         gradient = gradient.contiguous()  # Horovod requires contiguous tensors
-        self.leg.weights.multiply(gradient)
+        self.leg.multiply(gradient)
         return gradient, None
 
     def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:

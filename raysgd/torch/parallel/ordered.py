@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.arrays.division import BatchPlan, even_counts
 from raysgd.core.connections.torch import mesh_group
 from raysgd.torch.objects import rng
-from raysgd.torch.parallel.sync import DDPSync, GradientSync, Leg, Pass
+from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.sync import DDPSync, GradientSync, Pass
 
 
 class LogicalShards:

@@ -1,11 +1,11 @@
-"""`GradientSync` averages the gradients of optimizer steps over the ranks. `Leg` tracks the current batch and step.
+"""`GradientSync` averages the gradients of optimizer steps over the ranks.
 
 A leg is the part of a training call that one worker group runs. `GradientSync.begin_leg` creates a `Leg` when a call
 starts, and another one when the call continues in a new worker group. The attribute `leg` of the sync is the current
 `Leg`. User code may also run backward passes between calls. The sync then has a `Leg` without batches.
 
 The loss of a batch is the mean over its samples, and an all-reduce takes the unweighted mean of the ranks' gradients.
-If the ranks' batches differ in size, `raysgd.torch.parallel.weights` makes it the mean over all samples.
+If the ranks' batches differ in size, `raysgd.torch.parallel.leg` makes it the mean over all samples.
 
 `DDPSync` averages in a communication hook on each model in `DistributedDataParallel` (DDP).
 DDP passes gradients to the hook in buckets. The hook multiplies the gradients by this rank's weight, all-reduces them,
@@ -19,9 +19,6 @@ ranks. For small tensors, it is faster than gloo.
 # This module has no `from __future__ import annotations`, because PyTorch checks the annotations of a communication
 # hook and does not accept strings.
 
-import threading
-import zlib
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,261 +32,18 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
-from raysgd.core.connections.group import Array, Gather, Group
+from raysgd.core.arrays.division import BatchPlan
+from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import is_connection_error, mesh_group
-from raysgd.core.numbers.timing import UNDO
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.tensors import all_sum, reachable, repeat_first
-from raysgd.torch.parallel.undo import StepRecord, Undo
-from raysgd.torch.parallel.weights import UNSCALED, BatchRecord, Weights
-from raysgd.trainer.messages.comparison import JointWork
-from raysgd.trainer.worker.ledger import Ledger
+from raysgd.torch.parallel.undo import FlightRecorder, StepRecord
 from raysgd.trainer.worker.step_loop import StepRules
 
 Pass = AbstractContextManager[Any]  # wraps a backward pass
 
 _NOTHING = nullcontext()
-_NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
-
-
-class FlightRecorder:
-    """Records this rank's all-reduces and steps in one call, to find ranks that do something else.
-
-    If a rank calls more or fewer collectives than the other ranks, its calls are matched with the wrong calls on those
-    ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. Therefore, each
-    rank sends this record in the heartbeats of a call and with the call's result, and the driver compares the records.
-    Any thread may read it.
-
-    Args:
-        number: Number of the call in this worker group, the same on all ranks. 0 before the first call, and if the
-            ranks may differ; nothing is recorded then.
-
-    Attributes:
-        number: Number of the call in this worker group.
-    """
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-        self._changing = threading.Lock()
-        self._is_open, self._is_over = number > 0, False
-        self._counts: Counter[str] = Counter()
-        self._marks = deque([0], _NUM_MARKS)
-
-    def note(self, what: str) -> None:
-        """Record that this rank starts an action. All ranks must start the same actions in the same order.
-
-        Args:
-            what: Name of the action, such as "gradients were exchanged".
-        """
-        with self._changing:
-            if self._is_open:
-                self._counts[what] += 1
-                self._marks.append(zlib.crc32(what.encode(), self._marks[-1]))
-
-    @property
-    def work(self) -> JointWork | None:
-        """The recorded actions, in the form that is sent to the driver; None before the worker group's first call."""
-        with self._changing:
-            if not self.number:
-                return None
-            return JointWork(dict(self._counts), tuple(self._marks), self._is_over, self.number)
-
-    @contextmanager
-    def of_call(self) -> Iterator[None]:
-        """Record actions in the `with` block. If the block does not raise, mark the record as complete at its end."""
-        try:
-            yield
-            self._is_over = True
-        finally:
-            self._is_open = False
-
-
-class Leg:
-    """Tracks the current batch and step in a leg, the part of a training call that one worker group runs.
-
-    A step is an optimizer step. With `deterministic=True`, each global batch is divided into logical shards, whose
-    number does not depend on the number of ranks.
-
-    Args:
-        rules: What holds for all steps of the leg.
-        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
-        record: What has happened since the last commit, perhaps between two calls.
-        flight_recorder: Records this rank's actions, to compare them with those of other ranks.
-        ledger: Measures the time spent in communication and on copies.
-        sync: See the attribute.
-        share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
-
-    Attributes:
-        rules: What holds for all steps of the leg.
-        plan: How the batch counts that the training code requested last.
-        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
-        weights: Weights the backward passes of the batch.
-        record: What has happened since the last commit.
-        flight_recorder: Records this rank's actions, to compare them with those of other ranks.
-        ledger: Measures the time spent in communication and on copies.
-        sync: The `GradientSync` whose `open` is called before each batch, and `check` when a step has ended; None if
-            there is nothing to do then.
-        batch: What has happened to the batch that the training code requested last.
-        is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
-            methods; gradient accumulation then has no effect.
-        has_clipped: True if gradients were clipped in this leg.
-    """
-
-    def __init__(
-        self,
-        rules: StepRules = StepRules(),
-        *,
-        undo: Undo | None = None,
-        record: StepRecord | None = None,
-        flight_recorder: FlightRecorder | None = None,
-        ledger: Ledger | None = None,
-        sync: "GradientSync | None" = None,
-        share: Callable[[Gather | None], None] | None = None,
-    ) -> None:
-        self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
-        self.sync, self._share = sync, share
-        self.batch = BatchRecord()
-        self.weights = Weights(rules, self.batch)
-        self.record = StepRecord() if record is None else record
-        self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
-        self.is_used = self.has_clipped = False
-
-    # ------------------------------------------------------------------------------------ from batch to batch
-
-    def begin_batch(self, plan: BatchPlan) -> None:
-        """Start the batch that the training code has requested from the data.
-
-        Everything that happens before a batch happens here, in this order: the method checks that the previous step has
-        ended, lets the strategy copy rank 0's buffers and turn the all-reduce of the batch's gradients on or off, lets
-        `undo` copy what the step may change, and compares the batch's weight with the previous batch's.
-
-        Args:
-            plan: How the batch counts.
-
-        Raises:
-            ValueError: With accumulation, the previous batch has another weight and still needs its backward pass. Or
-                user code did not step the optimizer after the last batch of the previous step.
-            RuntimeError: Without accumulation, the previous batch has another weight and still needs its backward pass.
-        """
-        before, rules = self.plan, self.rules
-        if self.weights.accumulation is not None and before.sync_gradients and self.batch.had_backward:
-            raise ValueError(
-                f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
-                "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
-            )
-        if self.sync is not None:
-            self.sync.open(plan)
-        if self.undo is not None and plan.starts_step:
-            self.record.note_saved(self.undo.save(self.ledger.inside(UNDO)))
-        batch = BatchRecord(self.batch.number + 1, rules.has_several or rules.averages)
-        self.weights.begin_batch(plan, batch)
-        self.plan, self.batch = plan, batch
-
-    def end_data(self) -> None:
-        """Record that no more batches follow.
-
-        From now on, backward passes belong to no batch. However, if the last batch still needs its backward pass, the
-        next backward pass belongs to the last batch.
-        """
-        if not self.weights.num_waiting:
-            self.end_batch()
-
-    def end_batch(self) -> None:
-        """Let backward passes and steps from now on belong to no batch."""
-        self.plan = self.weights.plan = BETWEEN_BATCHES
-        self.weights.scale = UNSCALED
-        self.batch.waits = self.batch.is_by_samples = self.batch.uncounted = False
-        self.batch.forget_items()
-
-    def renew_record(self) -> StepRecord:
-        """Let a new record begin: the step was committed or undone, or another state was loaded. Return the former."""
-        record, self.record = self.record, StepRecord(self.record.error)
-        return record
-
-    def note_all_reduce(self, name: str | None = None) -> None:
-        """Record that a model's last gradients are about to be averaged.
-
-        Args:
-            name: Name of the all-reduce, the same on all ranks. None if the ranks may differ in what is averaged.
-        """
-        if name is not None:
-            self.flight_recorder.note(name)
-        self.record.num_all_reduces += 1
-        if self.undo is not None:
-            self.undo.see_all_reduce(self.record)
-
-    def skip(self) -> None:
-        """Record that user code runs no backward pass for the latest batch. Has no effect if it has already run one.
-
-        Raises:
-            ValueError: With accumulation, every batch needs a backward pass.
-        """
-        if self.batch.waits and self.rules.has_several:
-            raise ValueError(
-                f"`{self.rules.option}`: a batch was skipped, but `self.backward` was not called for it. Call "
-                "`self.backward(loss)` and `self.optimizer_step()` for every batch (a `LightningModule` needs "
-                "automatic optimization). To skip a batch, pass `0 * loss`. To compute gradients yourself, omit the "
-                "option."
-            )
-        self.weights.end_waiting()
-
-    # ------------------------------------------------------------------------------------ backward passes and steps
-
-    def note_backward(self, optimizers: Sequence[Any]) -> bool:
-        """Record a backward pass of the batch. Return True if the batch already had a backward pass.
-
-        Args:
-            optimizers: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
-
-        Raises:
-            ValueError: With accumulation, `optimizer_step` was already called for this batch.
-        """
-        if self.rules.has_several and self.batch.has_asked_to_step:
-            raise ValueError(
-                "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
-                f"`{self.rules.option}` every batch belongs to one step: call each method once for a batch, or omit "
-                "the option."
-            )
-        batch, ids = self.batch, {*map(id, optimizers)}
-        self.is_used = True
-        batch.skipped -= ids
-        batch.with_gradients |= ids
-        is_further, batch.had_backward = batch.had_backward, True
-        return is_further
-
-    def adds_to(self, optimizer: Any) -> bool:
-        """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
-        added = self.weights.accumulation
-        return added is not None if self.rules.has_several else id(optimizer) in self.batch.with_gradients
-
-    def note_clipped(self) -> None:
-        """Record that gradients were clipped."""
-        self.has_clipped = True
-
-    def send_rows(self, gather: Gather | None = None) -> bool:
-        """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
-
-        Called when the last gradients of a backward pass are about to be sent.
-
-        Args:
-            gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
-
-        Returns:
-            True if this call exchanged rows.
-        """
-        if self._share is None:
-            return False
-        is_first, self.batch.has_shared_metrics = not self.batch.has_shared_metrics, True
-        is_due = is_first and self.plan.sync_gradients
-        if is_due:
-            self._share(gather)
-        return is_due
-
-    def stepped(self, optimizer: Any) -> None:
-        """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
-        self.batch.with_gradients.discard(id(optimizer))
-        self.weights.accumulation = None
 
 
 class GradientSync:
@@ -536,7 +290,7 @@ class DDPSync(GradientSync):
         group = mesh_group() if hook.is_small else None
         if group is not None and group.is_quick_for(gradients.nbytes):
             return self._average_at_once(group, gradients, is_last)
-        leg.weights.multiply(gradients)
+        leg.multiply(gradients)
         with leg.record.noting_lost_connections():
             future = _tracked(hook.all_reduce(bucket), leg, is_last)
             if is_last:
@@ -555,7 +309,7 @@ class DDPSync(GradientSync):
         also sends its metrics, once per optimizer step.
         """
         leg, numbers = self.leg, gradients.numpy()
-        items = leg.weights.multiply(gradients, may_send=True)
+        items = leg.multiply(gradients, may_send=True)
         own = np.array([] if items is None else [items.own], np.float64).view(np.uint8)
 
         def add_up(row: Array = _NO_ROW) -> list[Array]:

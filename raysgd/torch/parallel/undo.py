@@ -17,6 +17,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import threading
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -32,9 +35,11 @@ from raysgd.core.memory import ran_out
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.parallel.copies import ObjectCopies, TensorCopies, digest_of, digests_of, is_writable, kept
+from raysgd.trainer.messages.comparison import JointWork
 
 logger = logging.getLogger(__name__)
 Mode = Literal["never", "off", "buffers", "learn", "all"]
+_NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
 
 
 class Saved:
@@ -154,6 +159,58 @@ def _num_collectives() -> float:
     # The type is Any, because PyTorch's type stubs lack the method that is called below.
     group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
+
+
+class FlightRecorder:
+    """Records this rank's all-reduces and steps in one call, to find ranks that do something else.
+
+    If a rank calls more or fewer collectives than the other ranks, its calls are matched with the wrong calls on those
+    ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. Therefore, each
+    rank sends this record in the heartbeats of a call and with the call's result, and the driver compares the records.
+    Any thread may read it.
+
+    Args:
+        number: Number of the call in this worker group, the same on all ranks. 0 before the first call, and if the
+            ranks may differ; nothing is recorded then.
+
+    Attributes:
+        number: Number of the call in this worker group.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self._changing = threading.Lock()
+        self._is_open, self._is_over = number > 0, False
+        self._counts: Counter[str] = Counter()
+        self._marks = deque([0], _NUM_MARKS)
+
+    def note(self, what: str) -> None:
+        """Record that this rank starts an action. All ranks must start the same actions in the same order.
+
+        Args:
+            what: Name of the action, such as "gradients were exchanged".
+        """
+        with self._changing:
+            if self._is_open:
+                self._counts[what] += 1
+                self._marks.append(zlib.crc32(what.encode(), self._marks[-1]))
+
+    @property
+    def work(self) -> JointWork | None:
+        """The recorded actions, in the form that is sent to the driver; None before the worker group's first call."""
+        with self._changing:
+            if not self.number:
+                return None
+            return JointWork(dict(self._counts), tuple(self._marks), self._is_over, self.number)
+
+    @contextmanager
+    def of_call(self) -> Iterator[None]:
+        """Record actions in the `with` block. If the block does not raise, mark the record as complete at its end."""
+        try:
+            yield
+            self._is_over = True
+        finally:
+            self._is_open = False
 
 
 class _Watched:

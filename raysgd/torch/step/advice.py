@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.private_names import require_names
 from raysgd.torch.data.sampling import PassPlan
-from raysgd.torch.parallel.sync import Leg
+from raysgd.torch.parallel.leg import Leg
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _DTYPES = re.compile("dtype|scalar type|Input type", re.IGNORECASE)

@@ -13,9 +13,9 @@ import torch
 
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
+from raysgd.torch.parallel.leg import Run
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
-from raysgd.torch.parallel.weights import Run
 from raysgd.trainer.worker.operator import required
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
@@ -158,9 +158,8 @@ class Gradients:
 
     def _clip(self, optimizer: Any) -> None:
         if self._callbacks.wants_gradients and not self._callbacks.gradients(optimizer):
-            self._sync.leg.batch.leave_out()
             self._about_to_step.discard(id(optimizer))
-            self._clear_for_skip(optimizer)
+            self._skip_step(optimizer)
             return
         if not self._clips:
             return
@@ -173,8 +172,8 @@ class Gradients:
         if options.clip_grad_value is not None:
             self._operator.clip_grad_value(parameters, options.clip_grad_value)
 
-    def _clear_for_skip(self, optimizer: Any) -> None:
-        """Skip an optimizer's step. If user code still calls `step`, it changes nothing without gradients."""
+    def _skip_step(self, optimizer: Any) -> None:
+        """Skip an optimizer's next step. If user code still calls `step`, it changes nothing without gradients."""
         self._sync.leg.batch.skipped.add(id(optimizer))
         for parameter in self._precision.parameters(optimizer):
             parameter.grad = None
@@ -250,7 +249,7 @@ class Gradients:
             )
         self._about_to_step.add(id(optimizer))
         if not self._is_stepping:
-            leg.weights.check_labels()
+            leg.check_labels()
             if self._sync.waits:
                 leg.record.wait()
         self._precision.check_use()
@@ -325,12 +324,12 @@ class Gradients:
             parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
             is_second = had_one and clears and leg.rules.averages and not leg.rules.num_shards
             trained = self._operator._raysgd.trained_parameters()
-            if leg.weights.run(sync, loss, weight, run, parameters, trained, is_second):
-                self._leave_out(cleared)
+            if leg.run(sync, loss, weight, run, parameters, trained, is_second):
+                self._skip_empty(cleared)
         else:
             run(loss)
         if clears and leg.rules.has_several:
-            leg.weights.note_gradients(self._precision.parameters(cleared[0]))
+            leg.note_gradients(self._precision.parameters(cleared[0]))
         if sync.waits and leg.plan.sync_gradients:
             leg.record.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
@@ -357,28 +356,28 @@ class Gradients:
                 "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "
                 "multiply its loss by 0."
             )
-        leg.weights.check_unchanged(self._precision.parameters(optimizer))
+        leg.check_unchanged(self._precision.parameters(optimizer))
 
     # ------------------------------------------------------------------------------------ steps
 
     def _complete(self, optimizer: Any) -> None:
         """Average the accumulated gradients over all batches of a step. If no batch counts, do not step."""
-        if not self._sync.leg.weights.complete(self._sync, self._precision.parameters(optimizer)):
-            self._leave_out([optimizer])
+        if not self._sync.leg.complete(self._sync, self._precision.parameters(optimizer)):
+            self._skip_empty([optimizer])
 
     def skip(self, optimizer: Any) -> None:
-        """Leave a batch out of its step, as user code on a single worker wants."""
+        """Skip a batch in its step, as user code on a single worker wants."""
         leg = self._sync.leg
-        leg.weights.end_waiting()
+        leg.end_waiting()
         if leg.rules.has_several:
-            leg.weights.add_up(None, 1, is_skipped=True)
+            leg.add_up(None, 1, is_skipped=True)
         elif optimizer is not None:
-            self._leave_out([optimizer])
+            self._skip_empty([optimizer])
 
-    def _leave_out(self, optimizers: Iterable[Any]) -> None:
-        """Clear the optimizers' gradients and skip their step, because all batches have weight 0. Warn once."""
+    def _skip_empty(self, optimizers: Iterable[Any]) -> None:
+        """Skip the optimizers' step, because all batches have weight 0. Warn once."""
         for each in optimizers:
-            self._clear_for_skip(each)
+            self._skip_step(each)
         if self._once.is_first("nothing counts"):
             logger.warning(
                 "nothing counts in a step: all workers gave `weight=0`, or left their batches out. The optimizer does "

@@ -31,11 +31,11 @@ from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.copies import digests_of
+from raysgd.torch.parallel.leg import Leg, multiply
 from raysgd.torch.parallel.strategy import DDP
-from raysgd.torch.parallel.sync import COMM_HOOK, Leg, completed
+from raysgd.torch.parallel.sync import COMM_HOOK, completed
 from raysgd.torch.parallel.tensors import repeat_first, sums_of
 from raysgd.torch.parallel.undo import Mode, Undo
-from raysgd.torch.parallel.weights import multiply
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
 from raysgd.trainer.messages.comparison import REASONS_OF_TORCH, ComparisonPace, check_equal
 

@@ -21,8 +21,9 @@ from raysgd.streams.source import stream_data
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import GlobalBatchRule, UndividedLoader, shard_loader
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.parallel.sync import DDPSync, Leg
+from raysgd.torch.parallel.sync import DDPSync
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.replica_state import check_progress
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts

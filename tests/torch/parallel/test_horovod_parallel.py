@@ -21,7 +21,7 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
-from raysgd.torch.parallel.sync import Leg
+from raysgd.torch.parallel.leg import Leg
 from raysgd.trainer.worker.step_loop import StepRules
 from tests.helpers.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal

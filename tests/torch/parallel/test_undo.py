@@ -18,7 +18,7 @@ from raysgd.core.arrays.division import BETWEEN_BATCHES
 from raysgd.core.numbers.timing import START_UP, UNDO
 from raysgd.torch.objects.precision import NativeAmp
 from raysgd.torch.parallel import undo as undoing
-from raysgd.torch.parallel.sync import Leg
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.undo import Mode, Undo
 
 

@@ -13,8 +13,9 @@ from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel import undo
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.parallel.sync import GradientSync, Leg
+from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.step.gradients import Gradients, backward_with
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.configuration.batch_options import BatchOptions

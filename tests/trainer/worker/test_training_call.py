@@ -19,8 +19,8 @@ from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.torch.data.feed import DividedLoaderSource, TorchCursor, TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.objects import metric_objects
+from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.parallel.sync import Leg
 from raysgd.trainer.messages.epochs import EpochAnswer, merged
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.rank_rows import Row

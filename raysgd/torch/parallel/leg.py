@@ -1,7 +1,9 @@
-"""The weight of a backward pass: all that decides by how much a loss or a gradient is multiplied.
+"""`Leg`: the batch and the step that run, and by how much their losses and gradients are multiplied.
+
+A leg is the part of a training call that one worker group runs.
 
 A step's gradient is the mean over all its samples or other items. What a batch counts is the first of these that exists
-(`Weights.items_of`):
+(`Leg.items_of`):
 
 1. the weight that user code passed to its backward pass, or returned from `forward`
 2. the number of labels over which a PyTorch loss averages, or the sum of their weights
@@ -25,8 +27,8 @@ the sum of gradients is divided by `total / typical`. Elsewhere, the hook waits 
 samples works even if user code runs the backward pass. In a step of several batches, a hook would see only the sum of
 their gradients, so the library weights their losses, and user code must call `self.backward`.
 
-`Weights.run` runs a backward pass by the library. In each backward pass, `Weights.multiply` gets the gradients before
-they are sent. `Weights.complete` makes a sum over several batches the mean.
+`Leg.run` runs a backward pass by the library. In each backward pass, `Leg.multiply` gets the gradients before they are
+sent. `Leg.complete` makes a sum over several batches the mean.
 
 ADR 3 explains why a gradient is weighted by its samples, its labels, or a weight that user code passes.
 """
@@ -42,8 +44,12 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
+from raysgd.core.connections.group import Gather
 from raysgd.core.numbers.meters import as_weight
+from raysgd.core.numbers.timing import UNDO
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
+from raysgd.torch.parallel.undo import FlightRecorder, StepRecord, Undo
+from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import StepRules
 
 Run = Callable[[torch.Tensor], None]
@@ -64,7 +70,6 @@ class BatchRecord:
         with_gradients: IDs of the optimizers that have gradients of this batch but have not stepped with them yet.
         skipped: IDs of the optimizers that must not step, because nothing counts in their gradients, or because a
             callback leaves the step out.
-        is_left_out: True if a callback leaves the step out.
         items: For each call of the criterion, over how many labels or other items it averaged.
         uncounted: True if a loss ignored labels or weighted them unequally, and user code passed no weight. A tensor if
             the value is on a GPU.
@@ -76,15 +81,10 @@ class BatchRecord:
     def __init__(self, number: int = 0, waits: bool = False) -> None:
         self.number, self.waits = number, waits
         self.had_backward = self.is_by_samples = self.has_shared_metrics = self.has_asked_to_step = False
-        self.is_left_out = False
         self.with_gradients: set[int] = set()
         self.skipped: set[int] = set()
         self.items: list[Any] = []
         self.uncounted: Any = False
-
-    def leave_out(self) -> None:
-        """Record that a callback leaves the step out."""
-        self.is_left_out = True
 
     def ask_to_step(self) -> None:
         """Record that user code has called `optimizer_step`."""
@@ -216,17 +216,35 @@ class Items:
         return share / self.total if self.total else 0.0
 
 
-class Weights:
-    """Weights the losses and gradients of a leg, so that a step's gradient is the mean over its samples or other items.
+class Leg:
+    """Tracks the current batch and step in a leg, and weights its losses and gradients.
 
-    A backward pass belongs to the batch that the training code requested last. Therefore, it is an error to request a
-    batch with a different weight while the previous batch still needs its backward pass.
+    A step's gradient is the mean over its samples or other items. A backward pass belongs to the batch that the
+    training code requested last. Therefore, it is an error to request a batch with a different weight while the
+    previous batch still needs its backward pass.
 
     Args:
         rules: What holds for all steps of the leg.
-        batch: Record of what happens before the first batch.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
+        record: What has happened since the last commit, perhaps between two calls.
+        flight_recorder: Records this rank's actions, to compare them with those of other ranks.
+        ledger: Measures the time spent in communication and on copies.
+        sync: See the attribute.
+        share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
 
     Attributes:
+        rules: What holds for all steps of the leg.
+        plan: How the batch counts that the training code requested last.
+        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
+        record: What has happened since the last commit.
+        flight_recorder: Records this rank's actions, to compare them with those of other ranks.
+        ledger: Measures the time spent in communication and on copies.
+        sync: The `GradientSync` whose `open` is called before each batch, and `check` when a step has ended; None if
+            there is nothing to do then.
+        batch: What has happened to the batch that the training code requested last.
+        is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
+            methods; gradient accumulation then has no effect.
+        has_clipped: True if gradients were clipped in this leg.
         scale: How the running backward pass is weighted, or one that user code runs by itself.
         items_per_sample: About how many items a sample had in the latest step in which batches were not weighted by
             their samples. A power of two, so that a gradient has the same bits whatever the steps before it were. The
@@ -236,8 +254,23 @@ class Weights:
         num_waiting: Number of batches that still need a backward pass.
     """
 
-    def __init__(self, rules: StepRules, batch: BatchRecord) -> None:
-        self.rules, self.plan, self.batch = rules, BETWEEN_BATCHES, batch
+    def __init__(
+        self,
+        rules: StepRules = StepRules(),
+        *,
+        undo: Undo | None = None,
+        record: StepRecord | None = None,
+        flight_recorder: FlightRecorder | None = None,
+        ledger: Ledger | None = None,
+        sync: Any = None,
+        share: Callable[[Gather | None], None] | None = None,
+    ) -> None:
+        self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
+        self.sync, self._share = sync, share
+        self.batch = BatchRecord()
+        self.record = StepRecord() if record is None else record
+        self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
+        self.is_used = self.has_clipped = False
         self.scale, self.items_per_sample = UNSCALED, 1.0
         self.accumulation: Accumulation | None = None
         self._is_weighing = False  # True in a backward pass by the library
@@ -250,22 +283,146 @@ class Weights:
 
     # ------------------------------------------------------------------------------------ from batch to batch
 
-    def begin_batch(self, plan: BatchPlan, batch: BatchRecord) -> None:
-        """Let backward passes from now on count as this batch does.
+    def begin_batch(self, plan: BatchPlan) -> None:
+        """Start the batch that the training code has requested from the data.
+
+        Everything that happens before a batch happens here, in this order: the method checks that the previous step has
+        ended, lets the strategy copy rank 0's buffers and turn the all-reduce of the batch's gradients on or off, lets
+        `undo` copy what the step may change, and compares the batch's weight with the previous batch's.
+
+        Args:
+            plan: How the batch counts.
 
         Raises:
-            ValueError: With accumulation, the previous batch has another weight and still needs its backward pass.
-            RuntimeError: The same without accumulation.
+            ValueError: With accumulation, the previous batch has another weight and still needs its backward pass. Or
+                user code did not step the optimizer after the last batch of the previous step.
+            RuntimeError: Without accumulation, the previous batch has another weight and still needs its backward pass.
         """
-        rules = self.rules
+        before, rules = self.plan, self.rules
+        if self.accumulation is not None and before.sync_gradients and self.batch.had_backward:
+            raise ValueError(
+                f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
+                "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
+            )
+        if self.sync is not None:
+            self.sync.open(plan)
+        if self.undo is not None and plan.starts_step:
+            self.record.note_saved(self.undo.save(self.ledger.inside(UNDO)))
         if self.num_waiting and not self._weighs_like(plan):
             raise self._drawn_too_early(plan)
+        batch = BatchRecord(self.batch.number + 1, rules.has_several or rules.averages)
         self.num_waiting += batch.waits
         self.plan, self.batch = plan, batch
         if rules.num_shards:
             self.scale = Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
         else:
             self.scale = UNSCALED if rules.has_several or plan.weight == 1.0 else Scale(gradients=plan.weight)
+
+    def end_data(self) -> None:
+        """Record that no more batches follow.
+
+        From now on, backward passes belong to no batch. However, if the last batch still needs its backward pass, the
+        next backward pass belongs to the last batch.
+        """
+        if not self.num_waiting:
+            self.end_batch()
+
+    def end_batch(self) -> None:
+        """Let backward passes and steps from now on belong to no batch."""
+        self.plan, self.scale = BETWEEN_BATCHES, UNSCALED
+        self.batch.waits = self.batch.is_by_samples = self.batch.uncounted = False
+        self.batch.forget_items()
+
+    def renew_record(self) -> StepRecord:
+        """Let a new record begin: the step was committed or undone, or another state was loaded. Return the former."""
+        record, self.record = self.record, StepRecord(self.record.error)
+        return record
+
+    def note_all_reduce(self, name: str | None = None) -> None:
+        """Record that a model's last gradients are about to be averaged.
+
+        Args:
+            name: Name of the all-reduce, the same on all ranks. None if the ranks may differ in what is averaged.
+        """
+        if name is not None:
+            self.flight_recorder.note(name)
+        self.record.num_all_reduces += 1
+        if self.undo is not None:
+            self.undo.see_all_reduce(self.record)
+
+    def skip(self) -> None:
+        """Record that user code runs no backward pass for the latest batch. Has no effect if it has already run one.
+
+        Raises:
+            ValueError: With accumulation, every batch needs a backward pass.
+        """
+        if self.batch.waits and self.rules.has_several:
+            raise ValueError(
+                f"`{self.rules.option}`: a batch was skipped, but `self.backward` was not called for it. Call "
+                "`self.backward(loss)` and `self.optimizer_step()` for every batch (a `LightningModule` needs "
+                "automatic optimization). To skip a batch, pass `0 * loss`. To compute gradients yourself, omit the "
+                "option."
+            )
+        self.end_waiting()
+
+    # ------------------------------------------------------------------------------------ backward passes and steps
+
+    def note_backward(self, optimizers: Sequence[Any]) -> bool:
+        """Record a backward pass of the batch. Return True if the batch already had a backward pass.
+
+        Args:
+            optimizers: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
+
+        Raises:
+            ValueError: With accumulation, `optimizer_step` was already called for this batch.
+        """
+        if self.rules.has_several and self.batch.has_asked_to_step:
+            raise ValueError(
+                "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
+                f"`{self.rules.option}` every batch belongs to one step: call each method once for a batch, or omit "
+                "the option."
+            )
+        batch, ids = self.batch, {*map(id, optimizers)}
+        self.is_used = True
+        batch.skipped -= ids
+        batch.with_gradients |= ids
+        is_further, batch.had_backward = batch.had_backward, True
+        return is_further
+
+    def adds_to(self, optimizer: Any) -> bool:
+        """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
+        added = self.accumulation
+        return added is not None if self.rules.has_several else id(optimizer) in self.batch.with_gradients
+
+    def note_clipped(self) -> None:
+        """Record that gradients were clipped."""
+        self.has_clipped = True
+
+    def send_rows(self, gather: Gather | None = None) -> bool:
+        """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
+
+        Called when the last gradients of a backward pass are about to be sent.
+
+        Args:
+            gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
+
+        Returns:
+            True if this call exchanged rows.
+        """
+        if self._share is None:
+            return False
+        is_first, self.batch.has_shared_metrics = not self.batch.has_shared_metrics, True
+        is_due = is_first and self.plan.sync_gradients
+        if is_due:
+            self._share(gather)
+        return is_due
+
+    def stepped(self, optimizer: Any) -> None:
+        """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
+        self.batch.with_gradients.discard(id(optimizer))
+        self.accumulation = None
+
+    # ------------------------------------------------------------------------------------ what a batch counts
 
     def _weighs_like(self, plan: BatchPlan) -> bool:
         """Return True if a batch has the same weight in its step as the previous batch.
@@ -305,8 +462,6 @@ class Weights:
         """Record that the latest batch no longer needs a backward pass, because it had one or user code skips it."""
         self.num_waiting -= self.batch.waits
         self.batch.waits = False
-
-    # ------------------------------------------------------------------------------------ what a batch counts
 
     def note_labels(self, call: LossCall) -> None:
         """Record a call to a loss that averages over labels, so that the batch can be weighted by its labels."""
