@@ -20,8 +20,7 @@ from raysgd.core.imports import lazy_names
 from raysgd.torch.data import batches
 from raysgd.torch.objects.criteria import accuracy, ignored_by, known
 from raysgd.torch.objects.models import begin_training, to_device
-from raysgd.torch.operator.batch_metrics import weights_of
-from raysgd.torch.operator.internals import TorchInternals
+from raysgd.torch.operator.internals import TorchInternals, weights_of
 from raysgd.torch.operator.registering_operator import RegisteringOperator
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step import schedulers

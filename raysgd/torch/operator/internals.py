@@ -1,45 +1,61 @@
 """`TorchInternals`: the library's private state for a `TrainingOperator`.
 
 It is stored in the operator's attribute `_raysgd`.
+
+In a training call, the metrics of a batch wait in `meters` until the optimizer step of the batch is complete. The
+default `train_batch` passes its metrics to `report` before the backward pass, because each rank sends its sums to the
+other ranks together with the gradients. The dict that `train_batch` returns goes to `end_batch`. At the boundary after
+the step, the worker's `TrainingCall` counts the metrics that wait, or drops them if the step was interrupted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
-from itertools import takewhile
 from typing import Any
 
 import torch
 
 from raysgd.core.arrays.user_data import BatchForm
+from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, weight_of
+from raysgd.core.numbers.results import as_number
+from raysgd.core.text.tracebacks import defined_at
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
-from raysgd.torch.data.batches import as_batch
-from raysgd.torch.objects import hyperparameters
-from raysgd.torch.objects.criteria import LossCall, observable
+from raysgd.torch.objects import hyperparameters, metric_objects
+from raysgd.torch.objects.criteria import LossCall, LossCalls, observable
 from raysgd.torch.objects.hyperparameters import Hyperparameters
+from raysgd.torch.objects.models import read_tensors
 from raysgd.torch.objects.precision import warn_of_short_weights
-from raysgd.torch.operator.batch_metrics import BatchMetrics
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
+from raysgd.torch.operator.trained_parts import Noted, TrainedParts
+from raysgd.torch.parallel.leg import Leg
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.parallel.undo import StepRecord, Undo
 from raysgd.torch.step.gradients import Gradients
 from raysgd.trainer.messages.prediction import HAS_TARGET
-from raysgd.trainer.worker.operator import required
-from raysgd.trainer.worker.replica_state import require
+from raysgd.trainer.worker.operator import Internals, required
+from raysgd.utils import IS_PADDING
 
 logger = logging.getLogger(__name__)
 
 _FORMER_NAME = "remakes_frozen"  # of `excludes_frozen_from_state`
 
 
-class TorchInternals(BatchMetrics):
+class TorchInternals(Internals):
     """The library's private state for a `TrainingOperator`.
 
+    It counts the samples of batches, weights their metrics, and holds the metrics back until their step is complete.
+
     Attributes:
+        parallel: Strategy, such as DDP, that keeps the workers' models in sync.
+        sync: Averages the gradients of each step. Its `leg` tracks the current batch, also of a validation.
+        loss_calls: Notifies listeners of calls to the criterion.
+        evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
         registered: Models, optimizers, criterion and schedulers that the operator registered.
         data: Data loaders that the operator registered.
         scheduler_step_freq: When the library steps schedulers: "batch", "epoch", "manual" or None.
@@ -52,8 +68,17 @@ class TorchInternals(BatchMetrics):
         follows_rate: True if the optimizers' learning rates were adjusted when the config's `lr` last changed.
     """
 
+    context: OperatorContext
+
     def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
-        super().__init__(operator, config, context)
+        super().__init__(config, context)
+        self._operator = operator
+        self.parallel: Strategy = context.parallel
+        self.sync = context.parallel.sync
+        self.loss_calls = LossCalls()
+        self.evaluated: list[LossCall] = []
+        self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
+        self._reports_ahead = False
         self.data = RegisteredData()
         self._keep(RegisteredObjects())
         self.scheduler_step_freq = context.settings.scheduler_step_freq
@@ -72,7 +97,7 @@ class TorchInternals(BatchMetrics):
 
     def as_batch(self, arrays: Any, form: BatchForm) -> Any:
         """Convert arrays from Ray Data to a batch that the operator's models accept."""
-        return as_batch(arrays, form, self.registered.original_models)
+        return batches.as_batch(arrays, form, self.registered.original_models)
 
     # Before `register` is called, the next three properties return False or None, because no model uses the precision.
 
@@ -244,193 +269,255 @@ class TorchInternals(BatchMetrics):
             output = batches.call_model(model, features)
         return batches.prediction(output)
 
-
-Flags = tuple[list[list[bool]], list[int]]
-Noted = dict[str, Any]
-"""Names of parameters, in a dict with two keys.
-
-`frozen`: for each module, the names of its frozen parameters. `groups`: for each optimizer, a list of names for each
-parameter group. Names in `groups` are prefixed with the index of the module.
-"""
-
-
-class TrainedParts:
-    """Records which parameters are frozen and which parameter groups optimizers have, and detects changes.
-
-    Args:
-        registered: Objects that the operator's `setup` registered.
-    """
-
-    def __init__(self, registered: RegisteredObjects) -> None:
-        self._registered = registered
-        self._of_setup = _read(registered)
-        self.note()
-
-    def note(self) -> None:
-        """Record the current frozen parameters and parameter groups."""
-        self._now, self._flags = _read(self._registered), _flags_of(self._registered)
+    # ------------------------------------------------------------------------------------ from batch to batch
 
     @property
-    def since_setup(self) -> Noted | None:
-        """Frozen parameters and parameter groups at the last call to `note`, to store in a snapshot.
+    def leg(self) -> Leg:
+        return self.sync.leg
 
-        None if they have not changed since the end of `setup`.
-        """
-        return None if self._now == self._of_setup else self._now
+    def begin_metrics(self) -> None:
+        if self.logged:
+            super().begin_metrics()
+        if self.sync.leg.batch.items:
+            self.sync.leg.batch.forget_items()
+        self.evaluated = []
 
-    @property
-    def flags(self) -> Flags:
-        """Current `requires_grad` of each parameter, and current number of parameter groups of each optimizer."""
-        return _flags_of(self._registered)
+    def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
+        """Return the entries that the library adds to the `batch_info` of a training batch."""
+        is_padding = self.sync.leg.plan.is_padding
+        return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: is_padding}
 
-    def has_changed(self, freezes_in_batches: bool = False) -> bool:
-        """Return True if parameters were frozen or unfrozen, or parameter groups were added, since the last `note`.
+    def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
+        """Split the return value of `forward` into output, loss and weight. Log the metrics in it, if any."""
+        if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
+            return *returned, None  # the default `forward` returns this form
+        parts, metrics = batches.without_metrics(returned)
+        for name, value in metrics.items():
+            self.log(name, value)
+        return batches.parts_of_forward(parts, type(self._operator))
 
-        If all parameters of a model are now frozen, the model counts as unchanged. The reason is that user code, such
-        as a GAN, may freeze a whole model during a part of each batch.
-
-        Args:
-            freezes_in_batches: True to ignore newly frozen parameters. Unfrozen parameters and added parameter groups
-                are still detected.
-        """
-        present = _flags_of(self._registered)
-        if present == self._flags:
-            return False
-        (flags, counts), (noted, noted_counts) = present, self._flags
-        if freezes_in_batches:
-            noted = [
-                [now and before for now, before in zip(*both, strict=True)] for both in zip(flags, noted, strict=True)
-            ]
-        return counts != noted_counts or any(
-            any(now) and now != before for now, before in zip(flags, noted, strict=True)
-        )
-
-    def check(self, freezes_in_batches: bool = False) -> None:
-        """Check that user code has called `rewrap` after each change of the frozen parameters or parameter groups.
+    def size_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
+        """Return a dict with the number of samples of a batch and, if it has one, the batch's weight.
 
         Args:
-            freezes_in_batches: True to ignore newly frozen parameters. Unfrozen parameters and added parameter groups
-                are still detected.
+            features: Inputs of the batch.
+            target: Target of the batch.
+            weight: Weight that `forward` returned, or None. If the weight is None and the number of samples is unknown,
+                the batch is weighted by its number of labels. This requires that the criterion averages over labels.
 
         Raises:
-            ValueError: Parameters were frozen or unfrozen, or parameter groups were added, without a call to `rewrap`.
+            ValueError: The batch has no weight, its number of samples is unknown, and it cannot be weighted by labels,
+                because their number is unknown or user code has logged other metrics.
         """
-        if self.has_changed(freezes_in_batches):
+        num_samples, found = self._sizes_of((*features, target))
+        if weight is None and found != num_samples:
+            if len(self.sync.leg.batch.items) != 1 or self.logged:
+                raise _unknown_count(num_samples, found)
+            self.sync.leg.expect_weight()  # unless the loss is the criterion's return value
+        size = {NUM_SAMPLES: num_samples}
+        return size if weight is None else {**size, BATCH_WEIGHT: weight}
+
+    def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Complete the metrics of the default `train_batch` before its backward pass, and return them.
+
+        Also add them to the epoch's metrics, as pending, unless the batch is padding. During the backward pass, each
+        rank sends the sums of its epoch's metrics to the other ranks together with the gradients. These sums must
+        include the current batch. Pending metrics become final once the optimizer step is complete.
+
+        Outside a call, or if the operator overrides `train_epoch` or `train_batch`, return the metrics unchanged. An
+        override may change the metrics before `end_batch` adds them.
+        """
+        if not (self._reports_ahead and self.sync.leg.batch.number):
+            return metrics
+        self._reported = metrics = self.completed(metrics, None)
+        if not self.sync.leg.plan.is_padding:
+            values = dict(metrics)
+            self.latest_metrics = metrics
+            self.meters.add_pending(values, values.pop(NUM_SAMPLES))
+        return metrics
+
+    def end_batch(self, metrics: Any, batch: Any) -> None:
+        """End a training batch. Add the metrics that `train_batch` returned to the epoch's metrics, as pending.
+
+        If `report` has already added these metrics, they are not added again. The metrics of padding are not added. The
+        operator's `global_step` is incremented at once, if the batch is the last part of its global batch. Pending
+        metrics become final only once the training loop requests the next batch.
+        """
+        leg, reported, self._reported = self.sync.leg, self._reported, None
+        if leg.batch.waits:  # `train_batch` ran no backward pass
+            leg.skip()
+        waits = reported is not None and metrics is reported and not self.logged
+        if not waits:
+            metrics = self.completed(metrics, batch)
+        elif leg.batch.is_by_samples:
+            self._check_count(metrics[NUM_SAMPLES])
+        if not leg.plan.is_padding and not waits:
+            if reported is not None:
+                self.meters.pending.pop()
+            self.meters.add_pending(*self.values_and_weight(metrics, "train_batch"))
+        if self.callbacks.noting_batches:
+            pending = None if leg.plan.is_padding else self.meters.pending[-1][0]
+            self.callbacks.note_batch(self._operator, pending, leg.plan.sync_gradients)
+        self._operator.global_step += leg.plan.ends_global_batch
+
+    def completed(self, metrics: Any, batch: Any) -> Any:
+        batch_record = self.sync.leg.batch
+        if metrics == {} and not (self.logged or batch_record.is_by_samples):
+            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
+        if type(metrics) is not dict and not isinstance(metrics, Mapping):  # the second check takes longer
+            return metrics
+        if self.logged or NUM_SAMPLES not in metrics:  # entries are missing
+            metrics = super().completed(metrics, batch)
+        amounts = batch_record.items
+        if batch_record.is_by_samples:
+            self._check_count(metrics[NUM_SAMPLES])
+        if not amounts:
+            return metrics
+        are_samples = len(amounts) == 1 and type(amounts[0]) is int and amounts[0] == metrics[NUM_SAMPLES]
+        return metrics if are_samples else self._weighted(metrics)
+
+    def num_samples(self, batch: Any) -> int:
+        """Return the number of samples of a batch.
+
+        Raises:
+            ValueError: The loader read a different number of samples than the batch contains, so it is unclear which
+                of the two numbers is meant.
+        """
+        num_samples, found = self._sizes_of(batch)
+        if found != num_samples:
+            raise _unknown_count(num_samples, found)
+        return num_samples
+
+    def _sizes_of(self, batch: Any) -> tuple[int, int]:
+        """Return how many samples the loader read for a batch, and how many samples the batch contains.
+
+        The two numbers differ if a `collate_fn` adds or omits samples. If the loader's number is unknown, or if the
+        batch is padding, both are the number that the batch contains.
+        """
+        drawn = self.sync.leg.plan.num_samples
+        if drawn:
+            return drawn, batches.samples_of(batch, drawn)
+        found = batches.count_samples(batch)
+        return found, found
+
+    def _check_count(self, num_samples: Any) -> None:
+        """Raise if `train_batch` returned a `num_samples` that differs from the weight of the batch's gradients."""
+        leg = self.sync.leg
+        drawn = leg.rules.samples_in_step(leg.plan) if leg.plan.num_samples is None else leg.plan.num_samples
+        if leg.rules.weighs and not leg.plan.is_padding and num_samples != drawn is not None:
             raise ValueError(
-                "Parameters were frozen or unfrozen (`requires_grad`), or parameter groups were added, since `setup` "
-                "or the last `self.rewrap()`. Call `self.rewrap()` on all workers after such a change."
+                f"`{type(self._operator).__name__}.train_batch` returned `num_samples` {num_samples}, and gradients "
+                f"count by the {drawn} samples of the batch: call `self.backward(loss, weight=num_samples)` "
+                "with what the loss is the mean over, or return as many samples as the batch has."
+                f"{defined_at(type(self._operator), 'train_batch')}"
             )
 
-    def take(self, noted: Noted | None) -> bool:
-        """Freeze and unfreeze parameters and replace parameter groups, as recorded in a snapshot.
+    # ------------------------------------------------------------------------------------ means over labels
+
+    def note_amount(self, comparison: LossCall) -> None:
+        """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
+        if comparison.amount is not None:
+            self.sync.leg.batch.items.append(comparison.amount)
+            self.evaluated.append(comparison._replace(output=None, target=None))  # do not keep large tensors in memory
+
+    def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a batch's metrics, with weights for those losses that are means over labels, not over samples."""
+        if BATCH_WEIGHT in metrics:
+            return metrics
+        if self.evaluated:
+            return {**weights_of(metrics, val_loss=self._amount_of(metrics)), **metrics}
+        first, *others = self.sync.leg.batch.items
+        mean = sum(others, first) / (1 + len(others)) if others else first
+        return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
+
+    def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
+        """Return the number of labels over which `val_loss` is the mean.
+
+        Return None if `val_loss` does not come from the criterion, so that it is weighted by samples.
+
+        Raises:
+            ValueError: `val_loss` does not come from the criterion and has no weight of its own. It cannot be weighted
+                by samples either, because the criterion ignores labels or weights them unequally.
+        """
+        loss = metrics.get("val_loss")
+        for call in self.evaluated:
+            if call.result is not None and _is_result(loss, call.result):
+                return call.amount
+        if loss is not None and weight_of("val_loss") not in metrics and any(call.is_uneven for call in self.evaluated):
+            raise ValueError(
+                "`val_loss` is not what `self.criterion` returned, which leaves labels out or weights them: how much "
+                f"the batch counts is unknown. Return `{weight_of('val_loss')!r}: ...` from `validate_batch`, or the "
+                "number after the loss from `forward`: what the loss is the mean over. Report means over different "
+                "numbers under separate names, each with its weight."
+            )
+        return None
+
+    # ------------------------------------------------------------------------------------ means of an epoch
+
+    @staticmethod
+    def to_floats(tensors: list[torch.Tensor]) -> list[float]:
+        return read_tensors(tensors)
+
+    def new_meters(self) -> AverageMeterCollection:
+        return AverageMeterCollection(self.to_floats, metric_objects.capture, metric_objects.remember_all)
+
+    def mean_over_workers(self, name: str, *parts: Mapping[str, Any]) -> float | None:
+        """Return the weighted mean of a metric over all workers; None if no worker has reported the metric.
+
+        All workers must call this method at the same time.
 
         Args:
-            noted: Frozen parameters and parameter groups from the snapshot; None for those at the end of `setup`.
-
-        Returns:
-            True if anything has changed.
-
-        Raises:
-            ValueError: A parameter group in the snapshot has parameters that the operator has not registered.
+            name: Name of the metric.
+            *parts: This worker's metrics: the summary of an epoch, or one dict for each part of a batch. The mean
+                weights each dict by its number of samples, unless it contains another weight.
         """
-        noted = noted or self._of_setup
-        if noted == self._now and not self.has_changed():
-            return False
-        groups = self.groups_after(noted)
-        for part, frozen in zip(self._registered.trained, map(set, noted["frozen"]), strict=True):
-            for name, parameter in part.named_parameters():
-                parameter.requires_grad_(name not in frozen)
-        for optimizer, own in zip(self._registered.optimizers, groups, strict=True):
-            _give_groups(optimizer, own)
-        self.note()
+        counted = []
+        for metrics in parts:
+            weight = float(metrics.get(weight_of(name), metrics.get(BATCH_WEIGHT, metrics.get(NUM_SAMPLES, 1))))
+            own = (float(metrics[name]) * weight, weight) if weight and name in metrics else (0.0, 0.0)
+            totals = getattr(metrics, "totals", None)
+            counted.append(own if totals is None else totals.get(name, own))
+            if totals is not None:
+                counted += [each.totals.get(name, (0.0, 0.0)) for each in self.lost]
+        total, count = self.sum_over_workers(*map(sum, zip(*counted, strict=True)))
+        return total / count if count else None
+
+    def sum_over_workers(self, *values: float) -> list[float]:
+        """Return, for each value, its sum over all workers. All workers must call this method at the same time."""
+        if not self.world.is_distributed:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.context.device)
+        self.parallel.all_sum(tensor)
+        return tensor.tolist()
+
+
+def _is_result(value: Any, result: torch.Tensor) -> bool:
+    """Return True if a metric's value is the tensor `result` that the criterion returned, or the number in it."""
+    if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
         return True
-
-    def groups_after(self, noted: Noted | None) -> list[list[list[torch.Tensor]]]:
-        """Return the parameters in each group of each optimizer, as they are after `take(noted)`.
-
-        Raises:
-            ValueError: A parameter group in the snapshot has parameters that the operator has not registered.
-        """
-        parameters = _names(self._registered)
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        groups = (noted or self._of_setup)["groups"]
-        pairs = zip(self._registered.optimizers, groups, strict=True)
-        return [_groups_after(_groups_of(each), _named(each, names), some, parameters) for each, some in pairs]
+    own = result.item()
+    return as_number(value) == own or (isinstance(value, float) and math.isnan(value) and math.isnan(own))
 
 
-def _flags_of(registered: RegisteredObjects) -> Flags:
-    flags = [[parameter.requires_grad for parameter in part.parameters()] for part in registered.trained]
-    return flags, [len(getattr(optimizer, "param_groups", ())) for optimizer in registered.optimizers]
+def _unknown_count(drawn: int, found: int) -> ValueError:
+    return ValueError(
+        f"a batch was made of {drawn} samples and has {found}, as by a `collate_fn` that leaves some out, makes "
+        "several of one, or joins them; how many count is unknown. Say what the loss is the mean over: return `output, "
+        "loss, len(target)` from `forward`; or in your own `train_batch` call `self.backward(loss, "
+        "weight=len(target))` and return `num_samples`, as from your own `validate_batch`. Or leave samples out in the "
+        "dataset."
+    )
 
 
-def _read(registered: RegisteredObjects) -> Noted:
-    names = {id(parameter): name for name, parameter in _names(registered).items()}
-    frozen = [[name for name, each in part.named_parameters() if not each.requires_grad] for part in registered.trained]
-    return {"frozen": frozen, "groups": [_named(optimizer, names) for optimizer in registered.optimizers]}
+def weights_of(size: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
+    """Return the weights of metrics whose weight differs from the weight of their batch.
 
-
-def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
-    return groups
-
-
-def _named(optimizer: Any, names: Mapping[int, str]) -> list[list[str | None]]:
-    """Return the parameters' names in each parameter group of an optimizer.
+    The caller adds the returned entries to the batch's metrics.
 
     Args:
-        optimizer: The optimizer.
-        names: Names of the parameters of registered modules, by parameter ID. Other parameters get None.
+        size: Dict with the batch's number of samples, and with its weight if it has one.
+        amounts: Weight of each metric, by the metric's name; None for the batch's weight.
     """
-    return [[names.get(id(parameter)) for parameter in group["params"]] for group in _groups_of(optimizer)]
-
-
-def _names(registered: RegisteredObjects) -> dict[str, torch.Tensor]:
-    return {
-        f"{index}.{name}": parameter
-        for index, part in enumerate(registered.trained)
-        for name, parameter in part.named_parameters()
-    }
-
-
-def _groups_after(
-    own: Sequence[Mapping[str, Any]],
-    own_names: Sequence[Sequence[str | None]],
-    names: Sequence[Sequence[str | None]],
-    parameters: Mapping[Any, torch.Tensor],
-) -> list[list[torch.Tensor]]:
-    """Return the parameters in each group of an optimizer, once its groups have the parameters with these names.
-
-    Args:
-        own: The optimizer's groups.
-        own_names: Names of the parameters in each of these groups.
-        names: Names of the parameters in each group afterwards. From the first group with other names on, all of its
-            parameters must be registered.
-        parameters: Registered parameters by name.
-    """
-    alike = [*takewhile(lambda pair: pair[0] == pair[1], zip(own_names, names, strict=False))]
-    added = names[len(alike) :]
-    strangers = [name for group in added for name in group if name not in parameters]
-    require(not strangers, f"an optimizer has parameters that are not registered here ({strangers})")
-    kept = [list(group["params"]) for group in own[: len(alike)]]
-    return [*kept, *([parameters[name] for name in group] for group in added)]
-
-
-def _give_groups(optimizer: Any, groups: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Replace an optimizer's parameter groups, starting with the first group that differs from its entry in `groups`.
-
-    The optimizer's state of the parameters in replaced groups is discarded.
-
-    Args:
-        optimizer: Optimizer to change.
-        groups: The parameters in each group.
-    """
-    own = [[*map(id, group["params"])] for group in _groups_of(optimizer)]
-    wanted = [[*map(id, group)] for group in groups]
-    num_alike = len([*takewhile(lambda pair: pair[0] == pair[1], zip(own, wanted, strict=False))])
-    for group in _groups_of(optimizer)[num_alike:]:
-        for parameter in group["params"]:
-            optimizer.state.pop(parameter, None)
-    if len(own) > num_alike:
-        del optimizer.param_groups[num_alike:]
-    for added in groups[num_alike:]:
-        optimizer.add_param_group({"params": list(added)})
+    usual = size.get(BATCH_WEIGHT, size[NUM_SAMPLES])
+    are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}
+    return {weight_of(name): amounts[name] for name, is_special in are_special.items() if is_special}
