@@ -80,7 +80,7 @@ LEAVES = {
     "doctor": Leaf(("raysgd/cli/doctor.py",), words=("doctor",)),
     "codemod": Leaf(("raysgd/compat/migrate",), words=("migrate",)),
     "Lightning": Leaf(
-        ("raysgd/torch/lightning", "raysgd/torch/lightning_operator.py"),
+        ("raysgd/torch/lightning.py", "raysgd/torch/lightning_operator.py"),
         words=("from_lightning", "lightning_inside_a_pass"),
     ),
     "Horovod": Leaf(

@@ -24,22 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.imports import require
 from raysgd.core.numbers.meters import AverageMeterCollection
+from raysgd.torch import lightning
 from raysgd.torch.data.sample_order import length_of
-from raysgd.torch.lightning.module import (
-    PER_BATCH,
-    PER_EPOCH,
-    LightningHooks,
-    SteppingOptimizer,
-    TrainerStandIn,
-    check_optimizers,
-    instantiate,
-    lightning_base,
-    one_loader,
-    optimizers_and_schedulers,
-    run_in_forward_of,
-    warn_of_what_is_not_called,
-)
-from raysgd.torch.lightning.values import EpochValues, LightningProgress, detached, loss_of, numbers_in, result_of_hook
 from raysgd.torch.objects.models import begin_training
 from raysgd.torch.step.schedulers import Plateau
 from raysgd.torch.training_operator import TrainingOperator
@@ -67,7 +53,7 @@ def make_operator(
         train_dataloader: Loader for training; None to call the module's `train_dataloader`.
         val_dataloader: Loader for validation; None to call the module's `val_dataloader`.
     """
-    lightning_base(lightning_module_cls)
+    lightning.lightning_base(lightning_module_cls)
     for name, given in (("train_dataloader", train_dataloader), ("val_dataloader", val_dataloader)):
         if hasattr(given, "setup") and hasattr(given, "train_dataloader"):
             raise TypeError(
@@ -103,14 +89,14 @@ class LightningOperator(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Create the `LightningModule` and run its setup hooks, in the order of Lightning 2."""
-        module = self._module = instantiate(self._lightning_module_cls, config, says_so=self.world_rank == 0)
-        self._hooks, self._has_started = LightningHooks(module), False
+        module = self._module = lightning.instantiate(self._lightning_module_cls, config, says_so=self.world_rank == 0)
+        self._hooks, self._has_started = lightning.LightningHooks(module), False
         self._meters: AverageMeterCollection | None = None
-        self._trainer = module.trainer = TrainerStandIn.of(
+        self._trainer = module.trainer = lightning.TrainerStandIn.of(
             self._raysgd.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
         )
         self._trainer.accumulate_grad_batches = self._raysgd.context.settings.step_options.accumulate_grad_batches
-        warn_of_what_is_not_called(self._hooks, type(module).__name__)
+        lightning.warn_of_what_is_not_called(self._hooks, type(module).__name__)
         self._prepare_data()
         self._hooks.call("setup", "fit")
         self._hooks.call("configure_model")
@@ -136,16 +122,20 @@ class LightningOperator(TrainingOperator):
             )
         # Move the module first, because some optimizers create state on the parameters' device in their constructor.
         self._raysgd.context.to_device(module)
-        optimizers, self._scheduler_dicts = optimizers_and_schedulers(module.configure_optimizers())
-        check_optimizers(module, optimizers)
+        optimizers, self._scheduler_dicts = lightning.optimizers_and_schedulers(module.configure_optimizers())
+        lightning.check_optimizers(module, optimizers)
         self._raysgd.scheduler_step_freq = SCHEDULER_STEP_PTL
         schedulers = [entry["scheduler"] for entry in self._scheduler_dicts]
-        by_batches = [each for each in self._scheduler_dicts if each["interval"] in PER_BATCH and each["frequency"] > 1]
-        self._progress = LightningProgress(counts_batches=bool(by_batches))
+        by_batches = [
+            each for each in self._scheduler_dicts if each["interval"] in lightning.PER_BATCH and each["frequency"] > 1
+        ]
+        self._progress = lightning.LightningProgress(counts_batches=bool(by_batches))
         self.register(models=[module], optimizers=optimizers, schedulers=schedulers, ddp_args=dict(self.ddp_args))
         trainer.model, trainer.optimizers = self.model, self.optimizers
         trainer.lr_scheduler_configs = [SimpleNamespace(**entry) for entry in self._scheduler_dicts]
-        trainer.strategy._lightning_optimizers = [SteppingOptimizer(each, self._step) for each in self.optimizers]
+        trainer.strategy._lightning_optimizers = [
+            lightning.SteppingOptimizer(each, self._step) for each in self.optimizers
+        ]
 
     def _configure_apex_amp(
         self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
@@ -157,7 +147,7 @@ class LightningOperator(TrainingOperator):
 
     def _loader(self, given: Any, hook: str) -> Any:
         loader = self._hooks.call(hook) if given is None and self._hooks.overrides(hook) else given
-        return one_loader(loader, hook)
+        return lightning.one_loader(loader, hook)
 
     def train_epoch(
         self,
@@ -202,7 +192,7 @@ class LightningOperator(TrainingOperator):
                 self.rewrap()
             self._train_on_batches(iterator, info, meters)
             result = self._end_epoch(meters, "training_epoch_end", "on_train_epoch_end")
-            self._step_schedulers(PER_EPOCH, epoch_idx + 1, result, waits=info.get(VALIDATES, False))
+            self._step_schedulers(lightning.PER_EPOCH, epoch_idx + 1, result, waits=info.get(VALIDATES, False))
         return result
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
@@ -235,12 +225,14 @@ class LightningOperator(TrainingOperator):
         leg.skip()  # if the module ran no backward pass, record that it skipped the batch
         if self._scheduler_dicts:
             num_samples = 0 if leg.plan.is_padding else self._raysgd.num_samples(batch)
-            numbers = numbers_in(output, self._values.loss_name)
+            numbers = lightning.numbers_in(output, self._values.loss_name)
             self._parts.append({NUM_SAMPLES: num_samples, **numbers, **self._values.of_batch})
             if leg.plan.sync_gradients and not (
                 self._raysgd.precision.has_skipped() or self._raysgd.meters.is_left_out
             ):
-                self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), *self._parts)
+                self._step_schedulers(
+                    lightning.PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), *self._parts
+                )
             if leg.plan.ends_global_batch:
                 self._parts.clear()
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
@@ -302,7 +294,7 @@ class LightningOperator(TrainingOperator):
                     output = self._hooks.call("training_step_end", output)
             if not self._module.automatic_optimization:
                 return None
-            loss, may_grow = loss_of(output), sync.averages and self._raysgd.context.settings.may_grow
+            loss, may_grow = lightning.loss_of(output), sync.averages and self._raysgd.context.settings.may_grow
             if loss is None and (may_grow or sync.num_ranks > 1):
                 raise ValueError(
                     "`training_step` returned None, which works on a single worker only, to which none can be added: "
@@ -311,8 +303,8 @@ class LightningOperator(TrainingOperator):
                 )
             return loss
 
-        loss = run() if self.model is self._module else run_in_forward_of(self.model, self._module, run)
-        return loss, detached(output)
+        loss = run() if self.model is self._module else lightning.run_in_forward_of(self.model, self._module, run)
+        return loss, lightning.detached(output)
 
     def _backward(self, loss: torch.Tensor, optimizer: Any = None, *arguments: Any, **options: Any) -> None:
         """Compute the gradients of a loss. The module's `manual_backward` also calls this method."""
@@ -388,7 +380,7 @@ class LightningOperator(TrainingOperator):
 
     def _of_epochs(self) -> list[dict[str, Any]]:
         entries = self._scheduler_dicts if self._module.automatic_optimization else []
-        return [entry for entry in entries if entry["interval"] in PER_EPOCH]
+        return [entry for entry in entries if entry["interval"] in lightning.PER_EPOCH]
 
     def _plateaus(self, epoch: int) -> list[Plateau]:
         return [
@@ -457,7 +449,7 @@ class LightningOperator(TrainingOperator):
         """
         if meters is not self._meters:
             keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
-            self._values = EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)
+            self._values = lightning.EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)
         self._meters = meters
         self._trainer.training, self._trainer.validating = stage == "train", stage == "validation"
         try:
@@ -474,7 +466,7 @@ class LightningOperator(TrainingOperator):
         if returned is None:
             result: dict[str, Any] = values.summary(meters, self._raysgd.new_meters())
         else:
-            result = result_of_hook(old_hook, returned, values.loss_name, meters.n)
+            result = lightning.result_of_hook(old_hook, returned, values.loss_name, meters.n)
         self._trainer.callback_metrics = {**self._trainer.callback_metrics, **result}
         return result
 

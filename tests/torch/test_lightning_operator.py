@@ -1,6 +1,6 @@
 """Lightning modules on one worker in this process, without Ray.
 
-Covers `raysgd.torch.lightning.module`, `raysgd.torch.lightning.values` and `raysgd.torch.lightning.values`: a
+Covers `raysgd.torch.lightning`: a
 module calls them, never a user.
 """
 
@@ -32,7 +32,7 @@ from raysgd.callbacks import Guard
 from raysgd.core.engine.shared.types import World
 from raysgd.journal.journal import Journal
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.lightning.module import optimizers_and_schedulers, run_in_forward_of
+from raysgd.torch.lightning import optimizers_and_schedulers, run_in_forward_of
 from raysgd.torch.lightning_operator import LightningOperator
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.operator.settings import TorchSettings

@@ -1,6 +1,6 @@
 """The same modules in Lightning's own `Trainer` and in a `LightningOperator`, in one process: equal to 1e-6.
 
-Covers `raysgd.torch.lightning.module`: what is supported is what these tests hold to Lightning.
+Covers `raysgd.torch.lightning`: what is supported is what these tests hold to Lightning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.lightning.module import NEVER_CALLED
+from raysgd.torch.lightning import NEVER_CALLED
 
 NUM_EPOCHS = 3
 X = torch.randn(18, 3, generator=torch.Generator().manual_seed(0))

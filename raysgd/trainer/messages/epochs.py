@@ -22,7 +22,6 @@ from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.numbers import results
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.trainer.messages.comparison import JointWork, WeightSums
-from raysgd.trainer.messages.epochs import BegunEpoch
 
 VALIDATES = "validates"
 """Key in the `info` of an epoch. Its value is True if `fit` validates after epochs."""

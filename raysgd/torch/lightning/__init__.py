@@ -1,1 +1,0 @@
-"""Helpers of `LightningOperator`: call a `LightningModule`'s hooks, and collect the values that it logs."""
