@@ -15,7 +15,7 @@ from raysgd.tf.tf_trainer import TFTrainer as TFTrainer
 from raysgd.torch.creator_operator import CreatorOperator as CreatorOperator
 from raysgd.torch.torch_trainer import TorchTrainer as TorchTrainer
 from raysgd.torch.training_operator import TrainingOperator as TrainingOperator
-from raysgd.trainer.configuration.recovery import Recovery as Recovery
+from raysgd.trainer.configuration import Recovery as Recovery
 
 from . import air as air
 from . import callbacks as callbacks

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from raysgd.journal.entries import Leg, LoaderLayout
 from raysgd.journal.journal import Journal, StepRecord
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 
 LOSS, NORM = "loss", "norm"
 _NUM_TYPICAL, _SMALL = 20, 0.01

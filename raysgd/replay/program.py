@@ -19,7 +19,7 @@ from raysgd.journal.journal import Journal
 from raysgd.replay.comparing import options_of
 from raysgd.torch.torch_trainer import TorchTrainer
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 
 _FORM = "write `--program train.py:MyOperator`, a file or module and the operator class in it"
 

@@ -28,10 +28,7 @@ from raysgd.tf.driver.framework import TFFramework
 from raysgd.tf.objects import registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from raysgd.trainer.configuration.batch_options import BatchOptions
-from raysgd.trainer.configuration.placement import Placement
-from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.trainer.configuration.settings import GroupSettings, chosen
+from raysgd.trainer.configuration import BatchOptions, GroupSettings, Placement, Recovery, chosen
 from raysgd.trainer.driver.trainer import ClassTrainer
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.replica_state import RESUME

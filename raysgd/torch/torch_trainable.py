@@ -10,7 +10,7 @@ from raysgd.core.arguments import with_entries
 from raysgd.exceptions import RemovedNameError
 from raysgd.torch.driver import arguments
 from raysgd.torch.torch_trainer import TorchTrainer
-from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration import Placement
 from raysgd.trainer.driver import tune_trial
 
 _BESIDE = ("resources_per_worker", "accelerator_type")

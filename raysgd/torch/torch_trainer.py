@@ -28,10 +28,7 @@ from raysgd.torch.objects.models import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.trainer.configuration.batch_options import BatchOptions
-from raysgd.trainer.configuration.placement import Placement
-from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.trainer.configuration.settings import GroupSettings, chosen
+from raysgd.trainer.configuration import BatchOptions, GroupSettings, Placement, Recovery, chosen
 from raysgd.trainer.driver.trainer import ClassTrainer, show_options
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.replica_state import RESUME

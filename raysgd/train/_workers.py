@@ -40,7 +40,7 @@ from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train.backend import BackendConfig, PlacedConnection, backend_of
 from raysgd.train.checkpoint import CheckpointTaker
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe, gather, make_objects
-from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration import Placement
 
 logger = logging.getLogger(__name__)
 

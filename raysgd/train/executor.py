@@ -21,7 +21,7 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, checked_strategy, load_checkpoint
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import WorkerGroup
-from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration import Placement
 from raysgd.trainer.driver.leaving import Leaving
 
 

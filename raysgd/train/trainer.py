@@ -46,7 +46,7 @@ from raysgd.train.constants import (
 from raysgd.train.executor import RunsFunctions
 from raysgd.train.utils import construct_path, without_arguments
 from raysgd.train.worker_group import WorkerHandle
-from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration import Placement
 from raysgd.trainer.driver.detachable import Detachable
 from raysgd.trainer.driver.leaving import Leaving
 

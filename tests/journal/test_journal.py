@@ -30,7 +30,7 @@ from raysgd.torch.driver.arguments import STRATEGIES
 from raysgd.torch.objects.precision import PRECISIONS
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from tests.journal.made import DATA, HEADER, leg_line
 from tests.journal.test_steps import change_byte
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator

@@ -16,7 +16,7 @@ import pytest
 from raysgd import testing
 from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import largest_difference
 from tests.tf.loss_models import (

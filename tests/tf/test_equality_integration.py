@@ -18,7 +18,7 @@ from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects.datasets import packed
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, refusals, run_alone, run_together

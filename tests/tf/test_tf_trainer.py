@@ -17,8 +17,7 @@ from raysgd.core.cluster import ray_cluster
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.driver import arguments
 from raysgd.tf.driver.framework import TFFramework
-from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.configuration import GroupSettings, Recovery
 
 
 def creator(config: dict[str, Any]) -> Any:

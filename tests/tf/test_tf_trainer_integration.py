@@ -25,7 +25,7 @@ from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from tests.helpers.sent import sent_by_load
 from tests.tf import models
 from tests.tf.lab import Experiment, forget_pytorch, largest_difference, rank, run_alone, run_together

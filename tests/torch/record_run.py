@@ -31,7 +31,7 @@ from ray.cluster_utils import Cluster
 
 from raysgd import testing
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.helpers.processes import is_alive

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import testing
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.helpers.hygiene import RaySurroundings

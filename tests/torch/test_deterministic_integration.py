@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd import Recovery, testing
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 

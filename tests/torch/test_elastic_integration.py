@@ -20,7 +20,7 @@ from raysgd.core.connections import torch as torch_connection
 from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.core.history.status import TrainerStatus
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from tests.torch.gate import Gate, mark_when_inside
 from tests.torch.ledger import Ledger, parameters_of, uses
 

@@ -19,7 +19,7 @@ import torch
 from raysgd.core.engine.placement import Reservation
 from raysgd.exceptions import WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.helpers.patience import hearing_all_ranks

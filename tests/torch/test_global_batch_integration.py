@@ -18,7 +18,7 @@ from raysgd import Recovery, testing
 from raysgd.core.engine.shared.types import World
 from raysgd.data import Dataset
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together

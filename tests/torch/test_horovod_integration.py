@@ -23,7 +23,7 @@ from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkerError
 from raysgd.journal.journal import Journal
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from tests.torch.gate import WaitsForSignal, mark_when_inside, waiting_for_signal
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from raysgd.trainer.worker.replica_state import StateCopies
 from tests.helpers.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal

@@ -17,7 +17,7 @@ import torch
 from raysgd import Recovery, testing
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from tests.helpers.doors import controller_of
 from tests.streams.made import MadeStream
 from tests.torch.lab import Experiment, run_alone

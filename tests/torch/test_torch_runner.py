@@ -32,8 +32,7 @@ from raysgd.torch.objects.metric_objects import capture
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.trainer.configuration.batch_options import BatchOptions
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import BatchOptions, Recovery
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.worker import replica_state
 from raysgd.trainer.worker.replica_state import RESUME

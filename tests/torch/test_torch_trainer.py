@@ -33,7 +33,7 @@ from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.driver import arguments
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.torch.apex_double import StrictAmp

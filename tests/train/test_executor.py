@@ -15,7 +15,7 @@ from raysgd.train.backend import BackendConfig, PlacedConnection
 from raysgd.train.checkpoint import CheckpointManager, write_checkpoint
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.torch import TorchConfig
-from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration import Placement
 
 
 def workers(config: BackendConfig | None = None, **options: Any) -> FunctionWorkers:

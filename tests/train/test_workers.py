@@ -15,7 +15,7 @@ from raysgd.train import _workers
 from raysgd.train._workers import FunctionWorkers
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.worker_group import LostDuringCallError
-from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration import Placement
 
 FAULT = WorkerFault(1, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
 LOST = GroupReport((Answered(0, None), Failed(1, Failure("died", FAULT))))

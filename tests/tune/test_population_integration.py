@@ -13,7 +13,7 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.exceptions import WorkerError
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from raysgd.tune.population import Population, train_and_validate
 from tests.helpers.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal

@@ -16,7 +16,7 @@ from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
+from raysgd.trainer.configuration import GroupSettings, ReplicaSettings
 from raysgd.utils import BATCH_SIZE
 
 

@@ -20,7 +20,7 @@ from raysgd.tf.driver import arguments
 from raysgd.tf.objects import datasets
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.configuration import GroupSettings
 from raysgd.trainer.driver.life import Framework, TrainerLife
 from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all
 from raysgd.trainer.messages.comparison import check_equal

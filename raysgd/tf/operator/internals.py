@@ -16,7 +16,7 @@ from raysgd.tf.objects.datasets import Sharding, num_samples
 from raysgd.tf.parallel.global_metrics import merged
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.parallel.step import TFStep
-from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.configuration import ReplicaSettings
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.operator import Internals, required
 

@@ -28,8 +28,7 @@ from raysgd.torch.objects.precision import choose_precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.configuration.placement import Placement
-from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings, chosen
+from raysgd.trainer.configuration import GroupSettings, Placement, ReplicaSettings, chosen
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)

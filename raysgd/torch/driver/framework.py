@@ -27,7 +27,7 @@ from raysgd.torch.driver import arguments, saving
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.configuration import GroupSettings
 from raysgd.trainer.driver.life import Framework, TrainerLife
 from raysgd.trainer.driver.saving import Content
 from raysgd.trainer.messages.comparison import REASONS_OF_TORCH, check_equal, difference

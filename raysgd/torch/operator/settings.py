@@ -16,7 +16,7 @@ from raysgd.torch.objects.precision import Precision, choose_precision
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.torch.parallel.tensors import trainable
-from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
+from raysgd.trainer.configuration import STREAMS_NEED, ReplicaSettings
 
 
 @dataclass(frozen=True, kw_only=True)

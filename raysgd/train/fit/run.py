@@ -36,7 +36,7 @@ from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_inte
 from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.fit_session import FitSession
 from raysgd.train.fit.recorder import Recorder, number_of
-from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration import Placement
 from raysgd.trainer.driver.leaving import Leaving
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from raysgd.core.engine.snapshots import NewestSnapshot
 from raysgd.core.history.history import Kind, RecordBeside, as_test
 from raysgd.core.numbers.results import CallProgress, Metrics
 from raysgd.exceptions import NoDataError, OnFailure
-from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.configuration import ReplicaSettings
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.shared_data import DataSharing, Requests, stored_once
 from raysgd.trainer.messages.comparison import ComparisonPace, difference

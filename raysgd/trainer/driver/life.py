@@ -38,8 +38,7 @@ from raysgd.core.text.log_lines import Once
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.exceptions import OnFailure
 from raysgd.storage.background_writer import BackgroundWriter
-from raysgd.trainer.configuration.batch_options import global_batch_in_words
-from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
+from raysgd.trainer.configuration import GroupSettings, ReplicaMaker, ReplicaSettings, global_batch_in_words
 from raysgd.trainer.driver.changes import naming_config_entries
 from raysgd.trainer.driver.largest_batch import LargestBatch
 from raysgd.trainer.driver.leaving import answer_signal

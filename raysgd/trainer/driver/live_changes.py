@@ -16,7 +16,7 @@ from typing import Any
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.exceptions import OnFailure, RaySGDError
-from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.configuration import ReplicaSettings
 from raysgd.trainer.driver.changes import naming_config_entries, refuse_changes, send_by_value
 from raysgd.trainer.driver.life import TrainerLife, find_different_data
 

@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.core.arrays.user_data import CallData, DataPosition, Kind, RayBatches, are_cpus_free, call_data_of
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import identity, packed_bytes
-from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.configuration import ReplicaSettings
 
 Requests = list[tuple[Any, ...]]
 """For each rank, the arguments to send: the request, and also the rank's shard of the data if the rank lacks it."""

@@ -38,8 +38,7 @@ from raysgd.core.numbers.results import Metrics
 from raysgd.core.numbers.timing import TimeLedger
 from raysgd.core.text.cards import card
 from raysgd.core.text.tracebacks import hide_library_frames
-from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
+from raysgd.trainer.configuration import GroupSettings, Recovery, ReplicaSettings
 from raysgd.trainer.driver.calls import TrainerCalls, epoch_options, outputs_in_rounds, usual_batch_size
 from raysgd.trainer.driver.changes import ReadOnlyConfig
 from raysgd.trainer.driver.detachable import Detachable

@@ -16,7 +16,7 @@ from raysgd.tf.hosting.tf_hosted import FitParts, KerasParts
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.replica_state import RESUME
 from tests.tf.lab import largest_difference

@@ -22,7 +22,7 @@ from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.step.gradients import Gradients
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 from tests.torch.operators_for_tests import CPU, Bare, LinearOperator, a_model, an_optimizer, make
 

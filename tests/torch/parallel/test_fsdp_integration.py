@@ -22,7 +22,7 @@ from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.fsdp import FSDP, _filled, _skeleton_of
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration import Recovery
 from tests.helpers.patience import hearing_all_ranks
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, run_alone, run_together

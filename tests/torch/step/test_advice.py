@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.arrays.division import Division
 from raysgd.torch.data.sampling import PassPlan
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import BatchNormOperator
 

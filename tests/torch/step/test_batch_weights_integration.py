@@ -19,7 +19,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE, BATCH_WEIGHT
 from tests.torch.lab import SEED, Experiment, Findings, run_alone, run_together

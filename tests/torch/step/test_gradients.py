@@ -18,7 +18,7 @@ from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
 from raysgd.torch.step.gradients import Gradients, backward_with
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.step_loop import StepRules
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks

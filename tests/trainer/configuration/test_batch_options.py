@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd.exceptions import InvalidCountError
-from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration import BatchOptions
 from raysgd.utils import BATCH_SIZE
 
 CONSTANT = {"split_batches": True}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd.trainer.configuration.batch_options import BatchOptions, global_batch_in_words, split_batch_size
+from raysgd.trainer.configuration import BatchOptions, global_batch_in_words, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 

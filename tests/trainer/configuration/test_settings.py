@@ -10,8 +10,7 @@ import pytest
 
 from raysgd import Recovery
 from raysgd.exceptions import InvalidCountError
-from raysgd.trainer.configuration.batch_options import BatchOptions
-from raysgd.trainer.configuration.settings import GroupSettings, ReplicaSettings
+from raysgd.trainer.configuration import BatchOptions, GroupSettings, ReplicaSettings
 from raysgd.utils import BATCH_SIZE
 
 GROUP = GroupSettings(num_workers=2, backend="gloo", timeout_s=60.0)

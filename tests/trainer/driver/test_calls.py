@@ -14,7 +14,7 @@ from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkersLostError
-from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.configuration import ReplicaSettings
 from raysgd.trainer.driver import calls, life
 from raysgd.trainer.driver.calls import TrainerCalls
 from raysgd.trainer.driver.life import Figures

@@ -10,9 +10,7 @@ import pytest
 
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.trainer.configuration.placement import Placement
-from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker
+from raysgd.trainer.configuration import GroupSettings, Placement, Recovery, ReplicaMaker
 from raysgd.trainer.driver import life
 from raysgd.trainer.messages.epochs import RunnerFacts
 
