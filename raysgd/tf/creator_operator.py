@@ -14,7 +14,7 @@ from raysgd.core.connections import tensorflow as connections
 from raysgd.exceptions import NoDataError
 from raysgd.tf.data.dataset_streams import lockstep_dataset
 from raysgd.tf.fit import acts_on_steps, callbacks_of_part, merger, one_part, stopper, tracker
-from raysgd.tf.objects import datasets, learning_rates, registration
+from raysgd.tf.objects import datasets, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import refuse_xla
@@ -142,7 +142,7 @@ class CreatorOperator(TrainingOperator):
         assert stream.place is not None
         if stream.place.is_over:
             return
-        rates = learning_rates.read([model.optimizer]) if is_resumed else [None]
+        rates = registration.read_rates([model.optimizer]) if is_resumed else [None]
         if stream.place.num_steps:
             self._fit_epochs(options, stream.place.epoch + 1, rates, is_last=False)
         if stream.place.epoch < num_epochs and not model.stop_training:
@@ -154,7 +154,7 @@ class CreatorOperator(TrainingOperator):
                 callback.on_train_end(dict(stream.place.logs))
         stream.commit()
 
-    def _fit_epochs(self, options: dict[str, Any], end: int, rates: learning_rates.Rates, is_last: bool) -> None:
+    def _fit_epochs(self, options: dict[str, Any], end: int, rates: registration.Rates, is_last: bool) -> None:
         stream, model, steps = self._raysgd.fit, self.model, options.get("steps_per_epoch")
         place = stream.place
         assert place is not None
@@ -267,14 +267,14 @@ class CreatorOperator(TrainingOperator):
         Workers that joined in the middle of the `fit` have missed the changes of earlier epochs.
         """
         synchronizer, model = self._raysgd.context.synchronizer, self.model
-        [rate] = learning_rates.read([model.optimizer])
+        [rate] = registration.read_rates([model.optimizer])
         keepers = self._keepers()
         bests = (math.nan if each.best is None else float(each.best) for each in keepers)
         shared = np.array([float(bool(model.stop_training)), rate or 0.0, *bests])
         synchronizer.group.from_first(shared)
         model.stop_training = bool(shared[0])
         if rate is not None and rate != shared[1]:
-            learning_rates.apply([shared[1]], [model.optimizer])
+            registration.set_rates([shared[1]], [model.optimizer])
         for callback, best in zip(keepers, shared[2:], strict=True):
             if self.world_rank and not math.isnan(best):
                 callback.best = float(best)

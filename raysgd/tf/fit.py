@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raysgd.tf.data.dataset_streams import Passes
-from raysgd.tf.objects import learning_rates, registration
+from raysgd.tf.objects import registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.tf.parallel.step import assigned
 from raysgd.trainer.worker.replica_state import check_count, require
@@ -249,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 
 def tracker(
-    stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
+    stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: registration.Rates
 ) -> Any:
     """Return a Keras callback that reports the start and end of epochs to `stream`, and calls `agree` after each epoch.
 
@@ -258,7 +258,7 @@ def tracker(
     """
 
     def keep_rate(logs: Any = None) -> None:
-        learning_rates.apply(rates, [model.optimizer])
+        registration.set_rates(rates, [model.optimizer])
 
     def begin_epoch(epoch: int, logs: Any = None) -> None:
         if stream.place is not None and stream.place.num_steps:

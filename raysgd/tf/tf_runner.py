@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from raysgd.core.engine.shared.types import World
-from raysgd.tf.checkpoints import former_optimizer, serializing
+from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.hosting.tf_hosted import TFHostedOperator
 from raysgd.tf.objects import registration
@@ -65,7 +65,7 @@ class TFRunner(ClassRunner):
         Return None if the weights do not match the optimizer, or if the operator does not have exactly one optimizer.
         """
         optimizers = self.operator._optimizers
-        return former_optimizer.arranged(optimizers[0], weights) if len(optimizers) == 1 else None
+        return checkpoint_file.former_slots(optimizers[0], weights) if len(optimizers) == 1 else None
 
     def architecture(self) -> list[tuple[str, bool]]:
         """Return each registered model as JSON, without weights, and whether it is compiled with its own optimizer.
@@ -73,7 +73,7 @@ class TFRunner(ClassRunner):
         That is the registered optimizer with the model's index. Another one has other variables.
         """
         pairs = zip_longest(self.operator._models, self.operator._optimizers[: len(self.operator._models)])
-        return [(serializing.model_to_json(model), registration.is_compiled_with(model, own)) for model, own in pairs]
+        return [(registration.model_to_json(model), registration.is_compiled_with(model, own)) for model, own in pairs]
 
     def input_spec(self) -> Any:
         """Return the element spec of the training dataset: the shapes and dtypes of its batches."""

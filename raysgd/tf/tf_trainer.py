@@ -21,7 +21,7 @@ from raysgd.core.imports import require_installed
 from raysgd.core.text.log_lines import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.storage import files
-from raysgd.tf.checkpoints import checkpoint_file, serializing
+from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.driver import arguments, framework
 from raysgd.tf.driver.framework import TFFramework
@@ -193,7 +193,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         call = Call(TFRunner.architecture, rank=0)
         models = []
         for index, (config, is_own) in enumerate(self._life.controller.run(call)[0]):
-            models.append(serializing.model_from_json(config, custom_objects))
+            models.append(registration.model_from_json(config, custom_objects))
             self._load_into(models[-1], state if is_own else {**state, "optimizers": []}, index)
         return models[0] if len(models) == 1 else models
 

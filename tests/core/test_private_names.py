@@ -37,8 +37,8 @@ from raysgd.core.tables import read_table
 from raysgd.detached import cluster
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.streams.formats import HuggingFaceStream
-from raysgd.tf.checkpoints import former_optimizer
-from raysgd.tf.objects import datasets, naming, registration
+from raysgd.tf.checkpoints import checkpoint_file
+from raysgd.tf.objects import datasets, registration
 from raysgd.tf.parallel import keras_sync
 from raysgd.torch.data import sampling
 from raysgd.torch.objects import criteria, hyperparameters, loading, metric_objects, models, remade
@@ -498,12 +498,12 @@ def test_keras_counts_on_without(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     keras = pytest.importorskip("keras")
 
     def named() -> str:
-        naming.begin_names()
+        registration.begin_names()
         return str(keras.metrics.AUC().name)
 
     assert named() == named()
     monkeypatch.delattr("keras.src.backend.common.global_state." + name)
-    naming.begin_names()
+    registration.begin_names()
 
 
 @without("_compile_config")
@@ -556,7 +556,7 @@ def test_no_state_of_a_scaled_optimizer_is_read_without(name: str) -> None:
         registration.variables_of_optimizer(optimizer)
 
 
-SLOTS = {name: kind for kind, names in former_optimizer._SLOTS.items() for name in names if name.startswith("_")}
+SLOTS = {name: kind for kind, names in checkpoint_file.FORMER_SLOTS.items() for name in names if name.startswith("_")}
 
 
 @without(*SLOTS)
@@ -566,9 +566,9 @@ def test_former_weights_are_left_out_without(name: str) -> None:
     optimizer = getattr(keras.optimizers, SLOTS[name])(**options.get(SLOTS[name], {}))
     optimizer.build([keras.Variable([1.0])])
     weights = [np.zeros(()), *[np.zeros(1)] * (len(optimizer.variables) - 2)]
-    assert former_optimizer.arranged(optimizer, weights) is not None
+    assert checkpoint_file.former_slots(optimizer, weights) is not None
     delattr(optimizer, name)
-    assert former_optimizer.arranged(optimizer, weights) is None
+    assert checkpoint_file.former_slots(optimizer, weights) is None
 
 
 @without("_inputs")

@@ -1,6 +1,6 @@
 """Changes of what one worker in this process trains with Keras: entries of its config, its class, its state, its rates.
 
-Covers `raysgd.trainer.worker.runner` and `raysgd.tf.objects.learning_rates`, too.
+Covers `raysgd.trainer.worker.runner` and `raysgd.tf.objects.registration`, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raysgd.tf import TFTrainer
-from raysgd.tf.objects.learning_rates import differing
+from raysgd.torch.objects.hyperparameters import differing
 from raysgd.tune.population import Population
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of

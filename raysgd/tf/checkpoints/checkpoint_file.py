@@ -16,6 +16,7 @@ import json
 import math
 import os
 import zipfile
+from collections.abc import Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from raysgd.core.state.strict_reading import (
     refusals_of,
     require,
 )
+from raysgd.tf.objects import registration
 
 FORMAT_VERSION = 1
 """The format version that this version of raysgd writes, and the newest that it reads."""
@@ -223,3 +225,42 @@ def _former_arrays(values: Any) -> list[Any]:
     arrays = [each.value if isinstance(each, FormerValue) else each for each in values]
     require(all(isinstance(each, np.ndarray | np.generic) for each in arrays), "its weights are not a list of arrays")
     return arrays
+
+
+# For each current optimizer, the attributes that hold its slots, in the order in which the old optimizer of the same
+# name stored its slots. Both optimizers compute the same steps from these slots.
+FORMER_SLOTS = {
+    "SGD": ("momentums",),
+    "Adam": ("_momentums", "_velocities", "_velocity_hats"),
+    "RMSprop": ("_velocities", "_momentums", "_average_gradients"),
+    "Adagrad": ("_accumulators",),
+    "Adadelta": ("_accumulated_grads", "_accumulated_delta_vars"),
+    "Adamax": ("_m", "_u"),
+}
+
+
+def former_slots(optimizer: Any, weights: Sequence[Any]) -> list[Any] | None:
+    """Return a value for each variable of a current optimizer, using the weights from a file of `ray.util.sgd`.
+
+    Such a file contains the result of `get_weights()` of a pre-Keras-2.11 optimizer: the number of steps, then the
+    slots (per-variable state, such as momentums) of all model variables, grouped by slot type. It does not name the
+    optimizer. Current optimizers have additional variables and a different order.
+
+    Variables that the file does not contain keep their current values. Return None if the shapes of the weights do not
+    match the optimizer's variables.
+
+    Args:
+        optimizer: The current optimizer.
+        weights: The weights from the file.
+    """
+    variables, inner = registration.variables_of_optimizer(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(inner, "_create_all_weights"):  # a pre-Keras-2.11 optimizer, which uses the same order as the file
+        homes = registration.variables_of_optimizer(inner)
+    else:
+        slots = [getattr(inner, attribute, None) or () for attribute in FORMER_SLOTS.get(type(inner).__name__, ())]
+        homes = [inner.iterations, *(variable for one in slots for variable in one)]
+    homes = homes if len(weights) > 1 else homes[:1]  # SGD without momentum: ignore the slots that tf_keras creates
+    if [np.shape(weight) for weight in weights] != [tuple(home.shape) for home in homes]:
+        return None
+    values = {id(home): np.asarray(weight) for home, weight in zip(homes, weights, strict=True)}
+    return [values.get(id(variable), np.array(variable.numpy())) for variable in variables]

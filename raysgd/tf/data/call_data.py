@@ -22,7 +22,7 @@ from raysgd.core.arrays.user_data import (
 from raysgd.streams.loaders import ArrayCollate
 from raysgd.streams.source import BatchesInOrder
 from raysgd.streams.stream import Stream
-from raysgd.tf.data.ray_dataset import as_batch
+from raysgd.tf.data.dataset_streams import as_batch
 from raysgd.tf.objects import datasets
 from raysgd.trainer.messages import prediction
 from raysgd.trainer.messages.prediction import (

@@ -20,7 +20,7 @@ from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
 from raysgd.tf.hosting.keras_state import KerasState, part_ways, random_states, restore_random_states, seed_alike
 from raysgd.tf.hosting.tf_feed import FitFeed, TFFeed
-from raysgd.tf.objects import datasets, learning_rates, naming, registration
+from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
@@ -86,14 +86,14 @@ class TFHostedOperator(hosted.HostedOperator):
         for model in operator._models:
             registration.take_weights_in(model)
         part_ways(settings.seed, self.world.rank, operator._models)
-        operator._raysgd.chosen_rates = learning_rates.read(operator._optimizers)
+        operator._raysgd.chosen_rates = registration.read_rates(operator._optimizers)
         return self.facts()
 
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
         """Create the operator and run the user's `setup` or creator functions, with the same seeds on all ranks."""
         settings = self.settings
         seed_alike(settings.seed)
-        naming.begin_names()
+        registration.begin_names()
         context = OperatorContext(settings, self.world, self.synchronizer)
         config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
         try:
@@ -145,19 +145,19 @@ class TFHostedOperator(hosted.HostedOperator):
         changed = settings.config_changes[-1].keys() - {"fit_config", "evaluate_config"}  # each call reads these
         return sorted(changed) if is_stock(self.operator, "config_changed") else []
 
-    def edited_by(self, candidate: TFHostedOperator) -> learning_rates.Rates:
+    def edited_by(self, candidate: TFHostedOperator) -> registration.Rates:
         mine, other = self.operator, candidate.operator
         chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
-        present = learning_rates.read(mine._optimizers)  # the optimizer state of tf_keras does not include the rates
+        present = registration.read_rates(mine._optimizers)  # the optimizer state of tf_keras does not include the rates
         wanted = [rate if new == old else new for (old, new), rate in zip(chosen, present, strict=True)]
-        return learning_rates.differing(learning_rates.read(other._optimizers), wanted)
+        return registration.differing_rates(registration.read_rates(other._optimizers), wanted)
 
-    def take_edited(self, edited: learning_rates.Rates) -> None:
+    def take_edited(self, edited: registration.Rates) -> None:
         if edited:
-            learning_rates.apply(edited, self.operator._optimizers)
+            registration.set_rates(edited, self.operator._optimizers)
 
     def follow_config(self) -> None:
-        learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
+        registration.set_rates(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
         """Train on batches of zeros, to do one-time work such as tracing before the worker joins a group.

@@ -1,14 +1,20 @@
-"""Checks the arguments of `register`, and provides helpers that work with both Keras 3 and tf_keras objects."""
+"""Checks the arguments of `register`, and provides helpers that work with both Keras 3 and tf_keras objects.
+
+The helpers read and build models and optimizers, set learning rates, reset the counters with which Keras numbers names
+such as `dense_1`, and send models from a worker to the driver as JSON.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raysgd.core.private_names import require_names
+from raysgd.core.private_names import find_name, require_names
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects.datasets import zeros
 from raysgd.trainer.worker.operator import RegisteredParts, parts_of
@@ -250,3 +256,98 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
             optimizer.build(list(variables))
     elif hasattr(optimizer, "_create_all_weights"):  # optimizers from before Keras 2.11
         optimizer._create_all_weights(list(variables))
+
+
+Rates = Sequence[float | None]
+"""One rate per optimizer, or None for an optimizer that follows a schedule or whose rate cannot be set."""
+
+
+def read_rates(optimizers: Iterable[Any]) -> list[float | None]:
+    """Return the optimizers' current learning rates.
+
+    The rate is None for an optimizer that follows a schedule or whose rate cannot be set.
+    """
+    return [_rate_of(optimizer) for optimizer in optimizers]
+
+
+def _rate_of(optimizer: Any) -> float | None:
+    chosen = getattr(optimizer, "inner_optimizer", optimizer).get_config().get("learning_rate")
+    is_scheduled = isinstance(chosen, Mapping)  # a schedule would soon overwrite a rate that is assigned here
+    rate: Any = getattr(optimizer, "learning_rate", None)
+    return float(rate.numpy()) if hasattr(rate, "assign") and not is_scheduled else None
+
+
+def set_rates(rates: Rates, optimizers: Iterable[Any]) -> None:
+    """Set the optimizers' learning rates. An optimizer for which `rates` has None keeps its rate."""
+    for rate, optimizer in zip(rates, optimizers, strict=True):
+        if rate is not None:
+            optimizer.learning_rate.assign(rate)
+
+
+def differing_rates(before: Rates, after: Rates) -> list[float | None]:
+    """Compare two lists of learning rates, one rate per optimizer.
+
+    Return `after`, with None in place of each rate that is the same in `before`. Return [] if all rates are the same.
+    """
+    changed = [rate if rate != (before[at] if at < len(before) else None) else None for at, rate in enumerate(after)]
+    return changed if any(rate is not None for rate in changed) else []
+
+
+_first_counts: Mapping[str, int] | None = None  # Keras's counters before the first `setup` in this process
+
+
+def begin_names() -> None:
+    """Reset Keras's name counters, so that the next `setup` gets the same names as in a new process.
+
+    The entries of results are named after the metrics. Without the reset, a metric `auc` would be called `auc_1` on a
+    worker that has already run a `setup`, and its name would differ between workers.
+    """
+    global _first_counts
+    import tensorflow as tf
+
+    reset_legacy = getattr(tf.keras.backend, "reset_uids", None)  # only tf_keras has this function
+    counts = _counts_of_keras() if reset_legacy is None else {}
+    if _first_counts is None:
+        _first_counts = dict(counts)
+    elif reset_legacy is not None:
+        reset_legacy()
+    counts.clear()
+    counts.update(_first_counts)
+
+
+def _counts_of_keras() -> dict[str, int]:
+    """Return the dict in which Keras 3 counts names in this thread, or a new dict if this Keras version has none."""
+    attribute: Any = find_name("keras.src.backend.common.global_state:get_global_attribute")
+    fresh: dict[str, int] = defaultdict(int)
+    if attribute is None:
+        return fresh
+    return attribute("object_name_uids", default=fresh, set_to_default=True)
+
+
+def model_to_json(model: Any) -> str:
+    """Serialize a model without its weights to JSON, including the arguments of its `compile` call."""
+    keras = keras_of(model)
+    made = keras.saving.serialize_keras_object(model)
+    if type(model).__name__ == "Sequential":
+        _fill_in_input_shapes(made["config"]["layers"])
+    return json.dumps({"keras": keras.__name__, "model": made})
+
+
+def _fill_in_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
+    """Fill in missing input shapes in the serialized layers of a Sequential model.
+
+    tf_keras omits input shapes if a layer's `adapt` was called before the model was built.
+    """
+    known: Sequence[Any] = ()
+    for layer in reversed(layers):
+        known = (layer.get("build_config") or {}).get("input_shape") or known
+        said = layer["config"].get("batch_input_shape")
+        if said and not any(said) and len(said) == len(known):
+            layer["config"]["batch_input_shape"] = known
+
+
+def model_from_json(text: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
+    """Rebuild a model from JSON, with newly initialized weights. Compile the model if the original was compiled."""
+    parts = json.loads(text)
+    saving = importlib.import_module(parts["keras"]).saving
+    return saving.deserialize_keras_object(parts["model"], custom_objects=dict(custom_objects or {}))

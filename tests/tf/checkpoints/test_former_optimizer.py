@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raysgd.tf import TFTrainer
-from raysgd.tf.checkpoints import former_optimizer
+from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.objects.registration import build_optimizer, variables_of_optimizer
 from tests.tf.models import make_data, make_model, samples
 
@@ -58,7 +58,7 @@ def test_an_optimizer_goes_on_where_the_old_one_stopped(name: str, options: dict
     kinds = [(tf_keras, tf_keras.optimizers.legacy)] if name == "Adam" else []
     for module, optimizers in [(keras, keras.optimizers), (tf_keras, tf_keras.optimizers), *kinds]:
         new = equal_layers(module, getattr(optimizers, name)(0.01, **options))
-        values = former_optimizer.arranged(new.optimizer, of_optimizer)
+        values = checkpoint_file.former_slots(new.optimizer, of_optimizer)
         assert values is not None
         new.set_weights(weights)
         for variable, value in zip(variables_of_optimizer(new.optimizer), values, strict=True):
@@ -73,7 +73,7 @@ def test_the_scale_of_losses_stays_with_weights_of_the_old_optimizer() -> None:
     tf_keras = importlib.import_module("tf_keras")
     scaled = equal_layers(tf_keras, tf_keras.mixed_precision.LossScaleOptimizer(old_optimizer("Adam"))).optimizer
     weights = fit(equal_layers(tf_keras, old_optimizer("Adam"))).optimizer.get_weights()
-    values = former_optimizer.arranged(scaled, weights)
+    values = checkpoint_file.former_slots(scaled, weights)
     assert values is not None
     assert values[:2] == [2**15, 0]
     assert all(np.array_equal(a, b) for a, b in zip(values[2:], weights, strict=True))
@@ -84,8 +84,8 @@ def test_what_belongs_nowhere_is_left_alone(name: str) -> None:
     tf_keras, keras = importlib.import_module("tf_keras"), importlib.import_module("keras")
     adam = fit(equal_layers(tf_keras, old_optimizer("Adam"))).optimizer.get_weights()
     optimizer = equal_layers(keras, getattr(keras.optimizers, name)()).optimizer
-    assert former_optimizer.arranged(optimizer, adam) is None
-    assert former_optimizer.arranged(optimizer, []) is None
+    assert checkpoint_file.former_slots(optimizer, adam) is None
+    assert checkpoint_file.former_slots(optimizer, []) is None
 
 
 @pytest.mark.long

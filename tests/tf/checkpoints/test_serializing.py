@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.tf.checkpoints.serializing import model_from_json, model_to_json
 from raysgd.tf.objects import registration
+from raysgd.tf.objects.registration import model_from_json, model_to_json
 from tests.tf.models import samples
 
 
