@@ -21,10 +21,10 @@ from raysgd.core.imports import require_installed
 from raysgd.core.text.log_lines import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.storage import files
+from raysgd.tf import driver
 from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.driver import arguments, framework
-from raysgd.tf.driver.framework import TFFramework
+from raysgd.tf.driver import TFFramework
 from raysgd.tf.objects import registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
@@ -136,11 +136,11 @@ class TFTrainer(ClassTrainer[OperatorT]):
         checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__, recovery=Recovery)
         if use_gpu != "auto":
             checks.refuse_text(use_gpu=use_gpu)
-        num_workers = arguments.resolve_num_workers(num_workers, num_replicas)
+        num_workers = driver.resolve_num_workers(num_workers, num_replicas)
         settings = chosen(
             TFSettings,
             given,
-            training_operator_cls=arguments.resolve_operator(training_operator_cls, model_creator, data_creator),
+            training_operator_cls=driver.resolve_operator(training_operator_cls, model_creator, data_creator),
             config=checks.check_config(config),
             use_gpu=False,
             seed=random.SystemRandom().randrange(2**31) if seed is None else seed,
@@ -153,9 +153,9 @@ class TFTrainer(ClassTrainer[OperatorT]):
         group.refuse_spares((), "workers outside the driver, `Recovery(in_place=True)`")
         if recovery.undo is True:
             raise ValueError("`undo=True` works with `TorchTrainer` only: omit it.")
-        arguments.check_config(settings, num_workers)
+        driver.check_config(settings, num_workers)
         require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
-        num_gpus = arguments.choose_num_gpus(use_gpu, group)
+        num_gpus = driver.choose_num_gpus(use_gpu, group)
         group, settings = replace(group, num_gpus_per_worker=num_gpus or 1), replace(settings, use_gpu=num_gpus > 0)
         self.model_creator, self.data_creator = model_creator, data_creator
         has_chosen = split_batches is not None
@@ -163,7 +163,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
         """Create the operators in all workers again, like `reset_config`, but with new creator functions and config."""
-        operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
+        operator_cls = driver.resolve_operator(None, model_creator, data_creator)
         self._changes.begin_again(config, operator_cls)
         self.model_creator, self.data_creator = model_creator, data_creator
 
@@ -187,7 +187,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         """
         state = self.state_dict()
         if self._trains_with_fit:
-            model = arguments.creator_of_model(self.training_operator_cls)(dict(self._life.settings.config))
+            model = self.training_operator_cls._model_creator(dict(self._life.settings.config))
             self._load_into(model, state, 0)
             return model
         call = Call(TFRunner.architecture, rank=0)
@@ -235,12 +235,12 @@ class TFTrainer(ClassTrainer[OperatorT]):
             OSError: The file could not be written. For a URI, this is a `StorageError`. The training is unaffected.
         """
         files.check_location("checkpoint", checkpoint)
-        arguments.refuse_keras_file(checkpoint)
+        driver.refuse_keras_file(checkpoint)
         checks.refuse_text(blocking=blocking)
         if blocking:
-            self._life.saves.write(checkpoint, framework.content_of(self._life.snapshot()))
+            self._life.saves.write(checkpoint, driver.content_of(self._life.snapshot()))
         else:
-            self._life.saves.submit(checkpoint, self._life.newest_snapshot(), framework.checked_content_of, self)
+            self._life.saves.submit(checkpoint, self._life.newest_snapshot(), driver.checked_content_of, self)
         return checkpoint
 
     @errors_printable()
@@ -262,12 +262,12 @@ class TFTrainer(ClassTrainer[OperatorT]):
         files.check_location("checkpoint", checkpoint)
         with files.local_copy(checkpoint) as path:
             state = checkpoint_file.read(path, name=files.shown(checkpoint))
-        rank_states = state.pop(framework.RANKS, ())
+        rank_states = state.pop(driver.RANKS, ())
         if not isinstance(rank_states, list | tuple):
             raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
         former = state.pop(checkpoint_file.FORMER_OPTIMIZER, None)
         if former is None:
-            framework.load(self._life, state, tuple(rank_states))
+            driver.load(self._life, state, tuple(rank_states))
         else:
             self._load_former(checkpoint, state, former)
         self._life.saves.note_file(files.shown(checkpoint))
@@ -277,7 +277,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _load_former(self, checkpoint: str | PathLike[str], state: dict[str, Any], optimizer: list[Any]) -> None:
         slots = self._life.on_all(TFRunner.former_optimizer, optimizer, rank=0)[0]
         whole = {**self.state_dict(), **state, **({} if slots is None else {"optimizers": [slots]})}
-        framework.load(self._life, whole, ())
+        driver.load(self._life, whole, ())
         if slots is None:
             logger.warning(
                 "`%s` is a file of the old library and does not match this trainer's optimizer: the weights and the "

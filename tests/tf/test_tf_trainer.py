@@ -1,6 +1,6 @@
 """The trainer's arguments: what is refused before anything starts.
 
-Covers `raysgd.tf.driver.arguments`: what counts is what a user of the trainer is told.
+Covers `raysgd.tf.driver`: what counts is what a user of the trainer is told.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import pytest
 
 from raysgd.callbacks import Checkpointing
 from raysgd.core.cluster import ray_cluster
-from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.tf.driver import arguments
-from raysgd.tf.driver.framework import TFFramework
+from raysgd.tf import TFTrainer, TrainingOperator, driver
+from raysgd.tf.driver import TFFramework
 from raysgd.trainer.configuration import GroupSettings, Recovery
 
 
@@ -125,7 +124,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_of_keras_share_gpus_only_with_auto(
     use_gpu: Any, num_workers: int, num_spares: int, num_gpus: float
 ) -> None:
-    assert arguments.choose_num_gpus(use_gpu, group(num_workers=num_workers, spare_workers=num_spares)) == num_gpus
+    assert driver.choose_num_gpus(use_gpu, group(num_workers=num_workers, spare_workers=num_spares)) == num_gpus
 
 
 @pytest.mark.parametrize(("num_gpus", "grows"), [(1, False), (0.5, True)])
@@ -141,11 +140,11 @@ def test_a_driver_that_would_take_all_memory_of_a_shared_gpu_is_refused(monkeypa
     monkeypatch.setitem(sys.modules, "tensorflow", seen)
     monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
     with pytest.raises(ValueError, match="Set `TF_FORCE_GPU_ALLOW_GROWTH=true` before the program starts"):
-        arguments.choose_num_gpus("auto", group(use_local=True))
+        driver.choose_num_gpus("auto", group(use_local=True))
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    assert arguments.choose_num_gpus("auto", group(use_local=True)) == 0.5
+    assert driver.choose_num_gpus("auto", group(use_local=True)) == 0.5
     seen.config.list_physical_devices = lambda kind: []
-    assert arguments.choose_num_gpus("auto", group(use_local=True)) == 0, "rank 0 is here, where no GPU is"
+    assert driver.choose_num_gpus("auto", group(use_local=True)) == 0, "rank 0 is here, where no GPU is"
 
 
 class EarlyStopping(BackupAndRestore):
@@ -165,11 +164,11 @@ def test_callbacks_of_keras_that_begin_again_in_each_call_are_refused(
 ) -> None:
     config = {"fit_config": {"callbacks": [callback]}}
     if not is_refused:
-        arguments.check_calls_of_fit(config, epochs)
+        driver.check_calls_of_fit(config, epochs)
         return
     message = rf"`{type(callback).__name__}` in .* with `trainer.fit\({epochs}\)` .* call `trainer.train\(\)`"
     with pytest.raises(ValueError, match=message):
-        arguments.check_calls_of_fit(config, epochs)
+        driver.check_calls_of_fit(config, epochs)
 
 
 @pytest.mark.parametrize("name", ["model.keras", "weights.h5"])
