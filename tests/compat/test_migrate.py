@@ -1,7 +1,6 @@
 """`raysgd migrate`: what becomes of a program's text, and of its files.
 
-Covers `raysgd.compat.migrate.names`, `raysgd.compat.migrate.calls`, `raysgd.compat.migrate.layout` and
-`raysgd.compat.migrate.datasets`, which have no face of their own.
+Covers `raysgd.compat.migrate.names` and `raysgd.compat.migrate.calls`, which have no face of their own.
 """
 
 from __future__ import annotations
@@ -477,7 +476,7 @@ def test_a_trainer_whose_creators_have_no_names_is_rewritten_once_they_have() ->
     assert "from_creators(model_creator=model, data_creator=data, loss_creator=loss), num_workers=2)" in second
 
 
-def test_comments_go_with_the_arguments_that_move() -> None:
+def test_comments_beside_arguments_that_move_are_kept_above_the_statement() -> None:
     new = migrated(
         """\
         from ray.util.sgd import TorchTrainer
@@ -501,22 +500,19 @@ def test_comments_go_with_the_arguments_that_move() -> None:
         """
     )
     wanted = """\
+    # the data
+    # in step with the paper
+    # the optimizer
+    # counts machines
+    # of all
+    # mine
     t = TorchTrainer(  # drives
-        # mine
-        training_operator_cls=Own.from_creators(
-            model_creator=M,  # the model
-            data_creator=D,  # the data
-            # in step with the paper
-            optimizer_creator=O,  # the optimizer
-        ),
-        # counts machines
+        training_operator_cls=Own.from_creators(model_creator=M, data_creator=D, optimizer_creator=O),  # the model
         num_workers=2,  # two
-        # of all
         config={"lr": 1, raysgd.utils.BATCH_SIZE: 8})  # end
+    # small
     u = TorchTrainer(
-        num_workers=1,
-        training_operator_cls=raysgd.TrainingOperator.from_creators(data_creator=D),  # one
-        # small
+        num_workers=1, training_operator_cls=raysgd.TrainingOperator.from_creators(data_creator=D),  # one
         config={**config, raysgd.utils.BATCH_SIZE: 8},
         # nothing more
     )

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Literal
 
 import libcst as cst
 from libcst import helpers
+from libcst.metadata import Scope
 
-from raysgd.compat.migrate.datasets import Datasets
-from raysgd.compat.migrate.layout import COMMA, Arguments, call_of, name_of
 from raysgd.core.tables import read_table
+
+Kind = Literal["dataset", "shard"]
+"""The kind of a Ray Data expression: a whole dataset, in the driver, or one worker's shard of a dataset."""
 
 _TRAINERS = {
     f"{module}.TorchTrainer{method}"
@@ -54,6 +57,17 @@ _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
 )
 _ENDINGS = (".keras", ".h5")
+_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+_MADE_BY = ("ray.data.range", "ray.data.read_", "ray.data.from_")
+_SHARD = ".get_dataset_shard"
+_SAME = (
+    "add_column cache drop_columns filter flat_map fully_executed lazy limit map map_batches materialize "
+    "random_sample random_shuffle random_shuffle_each_window randomize_block_order rename_columns repartition repeat "
+    "rewindow select_columns sort union window zip"
+)
+"""Methods of a Ray Data dataset that return a dataset."""
+_PARTS = {"split", "split_at_indices", "split_proportionately", "train_test_split"}
+"""Methods of a Ray Data dataset that return several datasets."""
 
 
 def methods_to_change(
@@ -83,6 +97,75 @@ def methods_to_change(
                 yield method, ADVICE["constructor"]
 
 
+class Datasets:
+    """Tracks which variables of a program are Ray Data datasets, based on the assignments that were visited so far.
+
+    Args:
+        names_of: Function that returns the current dotted names that an expression may refer to.
+        scope_of: Function that returns the scope (module, class or function) that contains an expression.
+    """
+
+    def __init__(
+        self, names_of: Callable[[cst.BaseExpression], set[str]], scope_of: Callable[[cst.CSTNode], Scope | None]
+    ) -> None:
+        self._names_of = names_of
+        self._scope_of = scope_of
+        self._known: dict[tuple[Scope | None, str], Kind] = {}
+
+    def note(self, targets: Iterable[cst.BaseExpression], value: cst.BaseExpression) -> None:
+        """Record for an assignment whether its variables are now datasets, shards, or neither.
+
+        Args:
+            targets: The variables that are assigned to.
+            value: The value that is assigned.
+        """
+        kind = self.kind_of(value)
+        parts = self._kind_of_parts(value)
+        for target in targets:
+            if isinstance(target, cst.Tuple | cst.List):
+                for element in target.elements:
+                    self._note(element.value, parts)
+            else:
+                self._note(target, kind)
+
+    def _note(self, target: cst.BaseExpression, kind: Kind | None) -> None:
+        for key in self._keys_of(target):
+            self._known.pop(key, None)
+            if kind is not None:
+                self._known[key] = kind
+
+    def kind_of(self, value: cst.BaseExpression) -> Kind | None:
+        """Return whether an expression is a dataset or a shard. Return None if the source code shows neither."""
+        if not isinstance(value, cst.Call):
+            return next((self._known[key] for key in self._keys_of(value) if key in self._known), None)
+        names = self._names_of(value.func)
+        if any(name.startswith(_MADE_BY) for name in names):
+            return "dataset"
+        if any(name.endswith(_SHARD) for name in names):
+            return "shard"
+        if isinstance(value.func, cst.Attribute) and value.func.attr.value in _SAME.split():
+            return self.kind_of(value.func.value)
+        return None
+
+    def _kind_of_parts(self, value: cst.BaseExpression) -> Kind | None:
+        if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and value.func.attr.value in _PARTS:
+            return self.kind_of(value.func.value)
+        return None
+
+    def _keys_of(self, value: cst.BaseExpression) -> Iterator[tuple[Scope | None, str]]:
+        """Yield the keys under which the kind of a variable or attribute is stored.
+
+        The key of a variable consists of its scope and its name. The key of an attribute, such as `self.data`, has no
+        scope, because methods in other scopes read the same attribute.
+        """
+        if isinstance(value, cst.Name):
+            scope = self._scope_of(value)
+            for assignment in scope[value.value] if scope is not None else ():
+                yield assignment.scope, value.value
+        elif isinstance(value, cst.Attribute) and (name := helpers.get_full_name_for_node(value)):
+            yield None, name
+
+
 class Calls:
     """Rewrites and checks the calls of a program.
 
@@ -91,9 +174,10 @@ class Calls:
         names_of: Function that returns the current dotted names that an expression may refer to.
         tell: Function that reports a call to the user. Takes the call, advice for a person, and `is_error`, which is
             True if the call cannot work.
-        datasets: Tracks which variables of the program are Ray Data datasets.
+        scope_of: Function that returns the scope (module, class or function) that contains an expression.
 
     Attributes:
+        datasets: Tracks which variables of the program are Ray Data datasets.
         needs: Names of the modules that the rewritten program must import. The rewritten calls use full names such as
             `raysgd.utils.BATCH_SIZE`, because the program may define its own `BATCH_SIZE`.
     """
@@ -103,10 +187,10 @@ class Calls:
         source: str,
         names_of: Callable[[cst.BaseExpression], set[str]],
         tell: Callable[..., None],
-        datasets: Datasets,
+        scope_of: Callable[[cst.CSTNode], Scope | None],
     ) -> None:
         self._names_of = names_of
-        self._datasets = datasets
+        self.datasets = Datasets(names_of, scope_of)
         self._tell = tell
         self._has_keras = "keras" in source
         self._is_distributed = "DistributedTrainableCreator" in source
@@ -196,48 +280,42 @@ class Calls:
             advice = "`TorchTrainer` takes its arguments by name only: name each, and run this again"
             self._tell(old, advice, is_error=True)
             return new
-        before = Arguments.of(new)
-        after = self._with_batch_size(_with_num_workers(self._with_operator(before)))
-        return after.in_call(new) if after != before else new
+        after = self._with_batch_size(self._with_operator(_with_num_workers(args)))
+        return new.with_changes(args=after)
 
-    def _with_operator(self, arguments: Arguments) -> Arguments:
+    def _with_operator(self, args: Sequence[cst.Arg]) -> Sequence[cst.Arg]:
         """Replace a trainer's creator functions, such as `model_creator`, with the argument `training_operator_cls`.
 
         The value of the new argument is a call to `from_creators`, which takes the creator functions. `from_creators`
         is called on the operator class that the program passes to the trainer. If the program passes none, it is called
         on `TrainingOperator`.
         """
-        taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
-        if not any(name_of(each.arg) in _CREATORS for each in taken):
-            return arguments
-        own = [each for each in arguments.each if name_of(each.arg) == "training_operator_cls"]
-        if not own or _is_none(own[0].arg.value):
+        taken = [arg for arg in args if name_of(arg) in (*_CREATORS, "serialize_data_creation")]
+        if not any(name_of(arg) in _CREATORS for arg in taken):
+            return args
+        own = _named(args, "training_operator_cls")
+        if own is None or _is_none(own.value):
             self.needs.add("raysgd")
             method = cst.parse_expression(_FROM_CREATORS)
         else:
-            method = cst.Attribute(own[0].arg.value, cst.Name("from_creators"))
-        first = taken[0]
-        call = call_of(method, taken, first.indent if first.indent is not None else arguments.indent)
-        comments = [text for each in own for text in each.comments]
-        operator = first.with_value("training_operator_cls", call).below(comments, arguments.indent)
-        if len(taken) > 1 and first.after is not None:
-            # The comment at the end of the first argument's line is now in the call to `from_creators`.
-            operator = operator.at_end_of(cst.TrailingWhitespace())
-        return arguments.replaced(first, operator).without([*taken[1:], *own])
+            method = cst.Attribute(own.value, cst.Name("from_creators"))
+        call = cst.Call(
+            method,
+            [cst.Arg(arg.value, arg.keyword, arg.equal, _COMMA) for arg in taken[:-1]]
+            + [cst.Arg(taken[-1].value, taken[-1].keyword, taken[-1].equal)],
+        )
+        return _replaced(args, taken[0], "training_operator_cls", call, without=[*taken[1:], own])
 
-    def _with_batch_size(self, arguments: Arguments) -> Arguments:
+    def _with_batch_size(self, args: Sequence[cst.Arg]) -> Sequence[cst.Arg]:
         """Replace a trainer's argument `batch_size` with an entry in its argument `config`."""
-        size = arguments.named("batch_size")
+        size, config = _named(args, "batch_size"), _named(args, "config")
         if size is None:
-            return arguments
+            return args
         self.needs.add("raysgd.utils")
-        config = arguments.named("config")
-        entry = cst.DictElement(cst.parse_expression(_BATCH_SIZE), size.arg.value)
-        new = _with_entry(None if config is None else config.arg.value, entry)
+        entry = cst.DictElement(cst.parse_expression(_BATCH_SIZE), size.value)
         if config is None:
-            return arguments.replaced(size, size.with_value("config", new))
-        moved = config.with_value("config", new).below(size.comments, arguments.indent)
-        return arguments.replaced(config, moved).without([size])
+            return _replaced(args, size, "config", _with_entry(None, entry))
+        return _replaced(args, config, "config", _with_entry(config.value, entry), without=[size])
 
     def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
         """Report creator functions that the program passes to a trainer in a Ray actor.
@@ -270,7 +348,7 @@ class Calls:
         of_datasets = _TABLES["methods of datasets"]
         if advice := _TABLES["methods"].get(name):
             self._tell(call, advice, is_error=True)
-        elif name in of_datasets and (kind := self._datasets.kind_of(func.value)) is not None:
+        elif name in of_datasets and (kind := self.datasets.kind_of(func.value)) is not None:
             works = kind == "shard" and name == "to_torch"
             self._tell(call, of_datasets[name], is_error=not works)
 
@@ -298,6 +376,32 @@ class Calls:
         path = call.args[:1] if _is_call_of(call, "model", "save") else call.args[1:2] if is_function else []
         if _is_without_ending(path):
             self._tell(call, ADVICE["save"], is_error=True)
+
+
+def name_of(arg: cst.Arg) -> str | None:
+    """Return the keyword of an argument, or None for a positional or starred argument."""
+    return arg.keyword.value if arg.keyword is not None else None
+
+
+def _named(args: Sequence[cst.Arg], name: str) -> cst.Arg | None:
+    return next((arg for arg in args if name_of(arg) == name), None)
+
+
+def _replaced(
+    args: Sequence[cst.Arg],
+    old: cst.Arg,
+    keyword: str,
+    value: cst.BaseExpression,
+    without: Collection[cst.Arg | None] = (),
+) -> list[cst.Arg]:
+    """Return the arguments of a call with another keyword and value in the place of one, and without some others.
+
+    What stays keeps its line and its comments. Comments beside what is left out are not in the result.
+    """
+    changed = old.with_changes(keyword=cst.Name(keyword), value=value)
+    kept = [changed if arg is old else arg for arg in args if arg not in without]
+    end = {"comma": args[-1].comma, "whitespace_after_arg": args[-1].whitespace_after_arg}
+    return [*kept[:-1], kept[-1].with_changes(**end)]
 
 
 def _is_call_of(call: cst.Call, owner: str, *methods: str) -> bool:
@@ -334,9 +438,9 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
     if isinstance(config, cst.Dict):
         elements = [*config.elements]
         if elements and isinstance(elements[-1].comma, cst.MaybeSentinel):
-            elements[-1] = elements[-1].with_changes(comma=COMMA)
+            elements[-1] = elements[-1].with_changes(comma=_COMMA)
         return config.with_changes(elements=[*elements, entry])
-    return cst.Dict([cst.StarredDictElement(config, comma=COMMA), entry])
+    return cst.Dict([cst.StarredDictElement(config, comma=_COMMA), entry])
 
 
 def _with_parameters(source: str) -> set[str]:
@@ -358,11 +462,9 @@ def _keys_of_results(source: str) -> dict[str, str]:
     return {name: now for name, now in keys if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 
-def _with_num_workers(arguments: Arguments) -> Arguments:
-    old = arguments.named("num_replicas")
-    if old is None or arguments.named("num_workers") is not None:
-        return arguments
-    return arguments.replaced(old, old.with_value("num_workers", old.arg.value))
+def _with_num_workers(args: Sequence[cst.Arg]) -> Sequence[cst.Arg]:
+    has_new_name = _named(args, "num_workers") is not None
+    return args if has_new_name else [_renamed(arg, "num_replicas", "num_workers") for arg in args]
 
 
 def _renamed(arg: cst.Arg, old: str, new: str) -> cst.Arg:

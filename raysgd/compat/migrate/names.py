@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
-from libcst import helpers
+from libcst import helpers, matchers
 from libcst.metadata import (
     MetadataWrapper,
     PositionProvider,
@@ -21,8 +22,6 @@ from libcst.metadata import (
 )
 
 from raysgd.compat.migrate.calls import Calls, methods_to_change
-from raysgd.compat.migrate.datasets import Datasets
-from raysgd.compat.migrate.layout import lost_comments
 from raysgd.compat.paths import NewPlace, Paths
 
 _COMMENT = "# raysgd:"
@@ -67,8 +66,8 @@ class OldNames(cst.CSTTransformer):
         self._program = program
         self._paths = paths
         self._findings = findings
-        self._datasets = Datasets(self._todays_names, lambda node: self.get_metadata(ScopeProvider, node, None))
-        self._calls = Calls(source, self._todays_names, self._tell, self._datasets)
+        scope_of = partial(self.get_metadata, ScopeProvider, default=None)
+        self._calls = Calls(source, self._todays_names, self._tell, scope_of)
         self.needs: set[str] = self._calls.needs
         self.dropped_ray = False
         self.trainers_of_ray: dict[str, int] = {}
@@ -231,12 +230,12 @@ class OldNames(cst.CSTTransformer):
                 self._calls.look_at_key(node, element.slice.value)
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
-        self._datasets.note([each.target for each in original_node.targets], original_node.value)
+        self._calls.datasets.note([each.target for each in original_node.targets], original_node.value)
         return updated_node
 
     def leave_AnnAssign(self, original_node: cst.AnnAssign, updated_node: cst.AnnAssign) -> cst.AnnAssign:
         if original_node.value is not None:
-            self._datasets.note([original_node.target], original_node.value)
+            self._calls.datasets.note([original_node.target], original_node.value)
         return updated_node
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
@@ -316,6 +315,15 @@ class OldNames(cst.CSTTransformer):
         self._findings.add(Finding(self._line_of(node), text, is_error))
         if is_error:
             self._for_a_person[-1].append(text)
+
+
+def lost_comments(before: Sequence[cst.CSTNode], after: Sequence[cst.CSTNode]) -> list[str]:
+    """Return the comments in the original nodes `before` that are missing in the nodes `after` that replace them."""
+    old, new = (
+        Counter(comment.value for node in nodes for comment in matchers.findall(node, matchers.Comment()))
+        for nodes in (before, after)
+    )
+    return list((old - new).elements())
 
 
 @cache
