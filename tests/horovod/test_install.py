@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.horovod import install, recipe
-from raysgd.horovod.recipe import MENDS, Mend, Target
+from raysgd.horovod import install
+from raysgd.horovod.install import MENDS, Mend, Target
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.program
 def test_what_is_installed_is_left_alone(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = f"{recipe.VERSION}+{recipe.local_version(install.find_target(), os.environ)}"
+    expected = f"{install.VERSION}+{install.local_version(install.find_target(), os.environ)}"
     assert install.installed_version() == expected, "run `python -m raysgd.horovod.install`"
     assert install.main([]) == 0
     assert f"is installed already, in {sys.prefix}" in capsys.readouterr().out
@@ -31,12 +31,12 @@ def test_what_is_installed_is_left_alone(cache: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_mends_are_applied_in_place(tmp_path: Path) -> None:
-    for mend in recipe.MENDS:
+    for mend in install.MENDS:
         path = tmp_path / mend.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text((path.read_text() if path.exists() else "") + f"before\n{mend.old}\nafter\n")
     install.mend_all(tmp_path)
-    for mend in recipe.MENDS:
+    for mend in install.MENDS:
         text = (tmp_path / mend.path).read_text()
         assert f"before\n{mend.new}\nafter\n" in text
         assert mend.old not in text
@@ -62,9 +62,9 @@ def test_a_wheel_is_kept_in_one_step(tmp_path: Path) -> None:
 def test_a_wheel_that_another_user_could_have_put_there_is_not_installed(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = recipe.Target("cp311", "linux-x86_64", "2.0", False)
+    target = install.Target("cp311", "linux-x86_64", "2.0", False)
     monkeypatch.setattr(install, "find_target", lambda: target)
-    wheel = cache / "horovod" / recipe.cache_key(target, os.environ) / "horovod-0.whl"
+    wheel = cache / "horovod" / install.cache_key(target, os.environ) / "horovod-0.whl"
     wheel.parent.mkdir(parents=True)
     wheel.write_bytes(b"")
     (cache / "horovod").chmod(0o777)
@@ -85,7 +85,7 @@ def test_a_step_of_pip_that_fails_leaves_its_log_and_says_where(tmp_path: Path) 
 def test_a_failure_of_the_command_is_a_message_and_a_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def find_target() -> recipe.Target:
+    def find_target() -> install.Target:
         raise install.InstallError("It needs torch.")
 
     monkeypatch.setattr(install, "find_target", find_target)
@@ -146,7 +146,7 @@ def test_mends_of_one_file_do_not_meet() -> None:
 
 
 def test_what_is_built_is_pytorch_with_gloo_and_nothing_else() -> None:
-    assert recipe.options(GPU, {}) == {
+    assert install.options(GPU, {}) == {
         "HOROVOD_WITHOUT_MPI": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -156,7 +156,7 @@ def test_what_is_built_is_pytorch_with_gloo_and_nothing_else() -> None:
 
 
 def test_cuda_is_not_looked_for_where_pytorch_has_none() -> None:
-    assert recipe.options(CPU, {}) == {**recipe.options(GPU, {}), "HOROVOD_WITHOUT_CUDA": "1"}
+    assert install.options(CPU, {}) == {**install.options(GPU, {}), "HOROVOD_WITHOUT_CUDA": "1"}
 
 
 @pytest.mark.parametrize(
@@ -172,25 +172,25 @@ def test_cuda_is_not_looked_for_where_pytorch_has_none() -> None:
 def test_the_environment_has_the_last_word_on_options_of_the_build(
     given: dict[str, str], expected: dict[str, str], gone: tuple[str, ...]
 ) -> None:
-    defaults = {name: value for name, value in recipe.options(CPU, {}).items() if name not in gone}
-    assert recipe.options(CPU, given) == {**defaults, **expected}
+    defaults = {name: value for name, value in install.options(CPU, {}).items() if name not in gone}
+    assert install.options(CPU, given) == {**defaults, **expected}
 
 
 def test_the_build_runs_in_the_users_environment_with_additions() -> None:
     given = {"HOME": "/home/me", "PATH": "/bin", "HOROVOD_WITHOUT_NVTX": "1"}
-    environment = recipe.build_environment(CPU, given, "/opt/cmake", "/env/bin", num_jobs=3)
+    environment = install.build_environment(CPU, given, "/opt/cmake", "/env/bin", num_jobs=3)
     assert environment == {
-        **recipe.options(CPU, given),
+        **install.options(CPU, given),
         "HOME": "/home/me",
         "PATH": "/env/bin:/bin",
         "MAKEFLAGS": "-j3",
         "HOROVOD_CMAKE": "/opt/cmake",
-        "HOROVOD_LOCAL_VERSION": recipe.local_version(CPU, given),
+        "HOROVOD_LOCAL_VERSION": install.local_version(CPU, given),
     }
 
 
 def test_the_number_of_compilers_is_the_users_to_choose() -> None:
-    environment = recipe.build_environment(CPU, {"MAKEFLAGS": "-j1"}, "cmake", "/env/bin", num_jobs=3)
+    environment = install.build_environment(CPU, {"MAKEFLAGS": "-j1"}, "cmake", "/env/bin", num_jobs=3)
     assert environment["MAKEFLAGS"] == "-j1"
 
 
@@ -208,20 +208,20 @@ def test_the_number_of_compilers_is_the_users_to_choose() -> None:
     ],
 )
 def test_whatever_is_built_differently_is_kept_apart(target: Target, environment: dict[str, str]) -> None:
-    assert recipe.local_version(target, environment) != recipe.local_version(CPU, {})
-    assert recipe.cache_key(target, environment) != recipe.cache_key(CPU, {})
+    assert install.local_version(target, environment) != install.local_version(CPU, {})
+    assert install.cache_key(target, environment) != install.cache_key(CPU, {})
 
 
 def test_another_mend_is_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = recipe.local_version(CPU, {})
-    monkeypatch.setattr(recipe, "MENDS", MENDS[1:])
-    assert recipe.local_version(CPU, {}) != before
+    before = install.local_version(CPU, {})
+    monkeypatch.setattr(install, "MENDS", MENDS[1:])
+    assert install.local_version(CPU, {}) != before
 
 
 def test_what_has_no_part_in_the_build_has_none_in_the_name() -> None:
     other = {"HOME": "/root", "HOROVOD_RANK": "1", "HOROVOD_LOG_LEVEL": "debug"}
-    assert recipe.cache_key(CPU, other) == recipe.cache_key(CPU, {})
-    assert recipe.cache_key(CPU, {}).startswith("0.28.1-cp311-linux-x86_64-torch-2.13.0+cpu-raysgd.")
+    assert install.cache_key(CPU, other) == install.cache_key(CPU, {})
+    assert install.cache_key(CPU, {}).startswith("0.28.1-cp311-linux-x86_64-torch-2.13.0+cpu-raysgd.")
 
 
 # ------------------------------------------------------------------------------------------------ tools
@@ -238,16 +238,16 @@ def test_what_has_no_part_in_the_build_has_none_in_the_name() -> None:
     ],
 )
 def test_a_cmake_is_known_by_its_version(answer: str, is_usable: bool) -> None:
-    assert (recipe.usable_cmake({"/bin/cmake": answer}) is not None) is is_usable
+    assert (install.usable_cmake({"/bin/cmake": answer}) is not None) is is_usable
 
 
 def test_the_first_usable_cmake_is_taken() -> None:
     versions = {"/new": "cmake version 4.1.0", "/env": "cmake version 3.20.1", "/old": "cmake version 3.14.0"}
-    assert recipe.usable_cmake(versions) == "/env"
+    assert install.usable_cmake(versions) == "/env"
 
 
 def test_all_that_is_missing_is_named_at_once_with_what_to_do() -> None:
-    missing = recipe.missing_tools(lambda name: False, {"/usr/bin/cmake": "cmake version 4.1.0\nmore"})
+    missing = install.missing_tools(lambda name: False, {"/usr/bin/cmake": "cmake version 4.1.0\nmore"})
     assert [line.partition(":")[0] for line in missing] == [
         "a C++ compiler with C++20, such as g++ 11",
         "`make`",
@@ -257,5 +257,5 @@ def test_all_that_is_missing_is_named_at_once_with_what_to_do() -> None:
 
 
 def test_nothing_is_missing_where_all_is_there() -> None:
-    assert recipe.missing_tools({"clang++", "make"}.__contains__, {"cmake": "cmake version 3.25.1"}) == []
-    assert "none found" in recipe.missing_tools({"g++", "make"}.__contains__, {})[0]
+    assert install.missing_tools({"clang++", "make"}.__contains__, {"cmake": "cmake version 3.25.1"}) == []
+    assert "none found" in install.missing_tools({"g++", "make"}.__contains__, {})[0]

@@ -38,9 +38,7 @@ def test_every_public_name_can_be_used_and_is_listed() -> None:
     assert set(raysgd.operators.__all__) <= set(dir(raysgd.operators))
 
 
-@pytest.mark.parametrize(
-    "name", ["classification", "gan", "hugging_face", "loaders", "options", "regression", "segmentation"]
-)
+@pytest.mark.parametrize("name", ["gan", "hugging_face", "loaders", "options", "supervised"])
 def test_the_examples_in_the_docstrings_do_what_they_show(name: str) -> None:
     module = importlib.import_module(f"raysgd.operators.{name}")
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

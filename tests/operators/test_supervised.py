@@ -1,6 +1,6 @@
 """Operators with one model and a loss: numbers and pixels.
 
-Covers `raysgd.operators.regression` and `raysgd.operators.segmentation`: they are little more than a loss and metrics.
+Covers `raysgd.operators.supervised`, whose concrete operators are little more than a loss and metrics.
 """
 
 from __future__ import annotations
