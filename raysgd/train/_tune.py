@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig, ScalingConfig, own_values
 from raysgd.air.trial import TrialFolder, new_trial, storage_of
-from raysgd.train._worker.mailbox import Mailbox, RunCancelled
-from raysgd.train._worker.messages import FunctionEnded
+from raysgd.train._worker.messages import FunctionEnded, Mailbox, RunCancelled
 from raysgd.train.base_trainer import changed_scaling, check_is_shared
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME, TUNE_CHECKPOINT_ID

@@ -12,7 +12,7 @@ from raysgd.air.reports import PreemptionInfo
 from raysgd.air.session import *  # noqa: F403 - this module re-exports all of its names
 from raysgd.air.session import TrainContext, current_session, get_context, place, session_or_warning
 from raysgd.exceptions import SessionMisuseError
-from raysgd.train._worker.function_session import Session
+from raysgd.train._worker.function_replica import Session
 from raysgd.train._worker.messages import PREEMPTION, TrainingResult, TrainingResultType
 
 __all__ = [

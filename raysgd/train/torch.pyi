@@ -4,6 +4,7 @@ from raysgd.train._torch.checkpoint import TorchCheckpoint as TorchCheckpoint
 from raysgd.train._torch.checkpoint import TorchPredictor as TorchPredictor
 from raysgd.train._torch.global_steps import step_committed as step_committed
 from raysgd.train._torch.loaders import prepare_data_loader as prepare_data_loader
+from raysgd.train._torch.prepared import TorchWorkerProfiler as TorchWorkerProfiler
 from raysgd.train._torch.prepared import accelerate as accelerate
 from raysgd.train._torch.prepared import backward as backward
 from raysgd.train._torch.prepared import enable_reproducibility as enable_reproducibility
@@ -16,5 +17,4 @@ from raysgd.train._torch.prepared import prepare_optimizer as prepare_optimizer
 from raysgd.train._torch.prepared import prepare_state as prepare_state
 from raysgd.train._torch.process_group import TorchBackend as TorchBackend
 from raysgd.train._torch.process_group import TorchConfig as TorchConfig
-from raysgd.train._torch.profiler import TorchWorkerProfiler as TorchWorkerProfiler
 from raysgd.train.data_parallel_trainer import TorchTrainer as TorchTrainer

@@ -10,10 +10,9 @@ from raysgd.torch.parallel.undo import Undo
 from raysgd.train._function_run import MessageQueues
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.loaders import RepeatingLoader
-from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.function_session import Session
-from raysgd.train._worker.mailbox import Mailbox
+from raysgd.train._worker.function_replica import FunctionReplica, Session
 from raysgd.train._worker.membership import Membership
+from raysgd.train._worker.messages import Mailbox
 from tests.simulator.mutations import Mutation, nothing
 
 

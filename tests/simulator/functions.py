@@ -33,8 +33,7 @@ from raysgd.train._torch import global_steps
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.loaders import DrawnSampler, RepeatingLoader, over_global_batches
 from raysgd.train._worker import function_replica, membership
-from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas
-from raysgd.train._worker.function_session import Session
+from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas, Session
 from raysgd.train._worker.messages import FunctionSpec
 
 NUM_SAMPLES, JOINT, NUM_EPOCHS, RATE = 22, 6, 3, 0.5

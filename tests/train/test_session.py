@@ -1,6 +1,6 @@
 """What training functions can call, inside and outside of a run.
 
-Covers `raysgd.train._worker.function_session` and `raysgd.air.session`: functions see
+Covers `raysgd.train._worker.function_replica` and `raysgd.air.session`: functions see
 them through these calls.
 """
 

@@ -1,17 +1,19 @@
 """Prepares a training function's models and optimizers for several workers, and gathers and loads their state.
 
 The helper functions, such as `prepare_model`, share one `Accelerator` per run. This object has the device, the
-precision, the seed, and the strategy for gathering state.
+precision, the seed, and the strategy for gathering state. `TorchWorkerProfiler` writes the traces of a worker.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -20,11 +22,13 @@ import torch
 
 from raysgd.air.session import Alone, RunningSession, current_session, helper_session
 from raysgd.core.connections.torch import ordinal_of
+from raysgd.core.files import check_local
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import DDP, Strategy
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.process_group import unwrapped
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 _UNSET: Any = object()
 _SCALED = "_goes_through_scaler"
@@ -313,3 +317,37 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 def backward(tensor: torch.Tensor) -> None:
     """Compute the gradients of a loss, like `tensor.backward()`. After `accelerate(amp=True)`, scale the loss first."""
     shared_accelerator().precision.backward(tensor, None)
+
+
+class TorchWorkerProfiler:
+    """Collects `torch.profiler` traces in a worker, for `TorchTensorboardProfilerCallback` in the driver.
+
+    Args:
+        trace_dir: Folder for traces on the worker's machine. Default: `pytorch_profiler_worker_traces` in the system's
+            temporary folder.
+    """
+
+    def __init__(self, trace_dir: str | None = None) -> None:
+        self._rank = helper_session().world.rank
+        check_local("trace_dir", trace_dir)
+        folder = Path(trace_dir) if trace_dir else Path(tempfile.gettempdir()) / "pytorch_profiler_worker_traces"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.trace_dir = folder
+        self._names: list[str] = []
+
+    def trace_handler(self, p: torch.profiler.profile) -> None:
+        """Write the trace that a profiler has recorded.
+
+        Pass this method to `torch.profiler.profile` as `on_trace_ready`.
+        """
+        name = f"worker_{self._rank}_epoch_{p.step_num}.pt.trace.json"
+        p.export_chrome_trace(str(self.trace_dir / name))
+        self._names.append(name)
+
+    def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
+        """Return the traces that were written since the last call.
+
+        Report them with `report(**profiler.get_and_clear_profile_traces())`.
+        """
+        names, self._names = self._names, []
+        return {PYTORCH_PROFILER_KEY: [(name, (self.trace_dir / name).read_text()) for name in names]}

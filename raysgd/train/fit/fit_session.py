@@ -25,9 +25,14 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
-from raysgd.train._worker.function_session import Session
-from raysgd.train._worker.mailbox import PendingCheckpoints
-from raysgd.train._worker.messages import CheckpointRef, FunctionMessage, FunctionSpec, TrainingResultType
+from raysgd.train._worker.function_replica import Session
+from raysgd.train._worker.messages import (
+    CheckpointRef,
+    FunctionMessage,
+    FunctionSpec,
+    PendingCheckpoints,
+    TrainingResultType,
+)
 from raysgd.train.constants import METADATA_KEY
 
 _DEEPEST = 50

@@ -37,7 +37,7 @@ OTHERS = {
     "raysgd.storage.owner": (1, "only files"),
     "raysgd.storage._transfers": (2, "only files"),
     "raysgd.streams.loaders": (2, "in a worker's loader process, which has no Ray"),
-    "raysgd.train._worker.mailbox": (1, "the user's function, in a worker"),
+    "raysgd.train._worker.messages": (1, "the user's function, in a worker"),
     "raysgd.train.fit.recorder": (1, "only files"),
     "raysgd.trainer.driver.leaving": (1, "only sends a signal"),
     "raysgd.tune.population": (1, "joined by the call that starts it; each of its calls is one of a trainer"),

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from raysgd.train._worker.mailbox import Mailbox, PendingCheckpoints
-from raysgd.train._worker.messages import FunctionEnded
+from raysgd.train._worker.messages import FunctionEnded, Mailbox, PendingCheckpoints
 
 
 def start(function, num_ahead: int = 0):  # type: ignore[no-untyped-def]
