@@ -20,8 +20,7 @@ from raysgd.journal.journal import Journal
 from raysgd.replay.checkpoints import nearest_checkpoint
 from raysgd.replay.program import Program
 from raysgd.streams.global_reader import GlobalReader
-from raysgd.streams.lane_reader import StreamPass, StreamPosition
-from raysgd.streams.lanes import LanePosition, LaneSlice
+from raysgd.streams.lanes import LanePosition, LaneSlice, StreamPass, StreamPosition
 from raysgd.streams.loaders import BatchMaker
 from raysgd.streams.source import StreamData
 from raysgd.torch.data.batches import TensorCollate
@@ -209,7 +208,7 @@ def _global_batches(of_pass: StreamPass, begin: StreamPosition, size: int) -> It
     depend on the number of workers.
     """
     watched, shares = range(of_pass.num_lanes), Division(size, 1)
-    reader = GlobalReader(of_pass, shares, 0, begin, watched, lambda: _NamedRows(of_pass, watched, list))
+    reader = GlobalReader(of_pass, shares, 0, begin, watched, _NamedRows(of_pass, watched, list))
     return (batch.batch for batch in reader)
 
 

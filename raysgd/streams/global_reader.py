@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from raysgd.core.arrays.division import BatchPlan, BatchShare
-from raysgd.streams.lane_reader import Place, StreamPass, StreamPosition
-from raysgd.streams.lanes import ENDLESS, DealtRows, LanePosition, LaneSlice, deal, slices
+from raysgd.core.arrays.division import BatchPlan, BatchShare, Division, ShardedGlobalBatch
+from raysgd.streams.lanes import ENDLESS, LanePosition, LaneSlice, Place, StreamPass, StreamPosition, deal, slices
 from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -30,6 +29,8 @@ StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
 
 It returns a function that waits for the sums and returns them.
 """
+Shares: TypeAlias = Division | ShardedGlobalBatch
+"""Splits global batches among workers."""
 # Number of rows in the padding batch of a worker that has not had any rows yet. Two, because batch normalization raises
 # an error for a single row.
 _NUM_SHOWN = 2
@@ -116,8 +117,8 @@ class LaneEnds:
             if sum(counts) >= sum(self._known_at):
                 self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
 
-    def deal(self, num_rows: int, look: Callable[[int], None]) -> DealtRows:
-        """Decide how many rows each lane contributes to the next global batch.
+    def deal(self, num_rows: int, look: Callable[[int], None]) -> list[int]:
+        """Decide how many rows each lane contributes to the next global batch, and return these numbers.
 
         Args:
             num_rows: Number of rows in the global batch. The last global batch of the pass may have fewer rows.
@@ -128,17 +129,17 @@ class LaneEnds:
         self.hear()
         while True:
             left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
-            dealt = deal(num_rows, left, self._turn)
-            after = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
+            dealt, turn = deal(num_rows, left, self._turn)
+            after = [count + more for count, more in zip(self.counts, dealt, strict=True)]
             # Accept these numbers only if, for each lane, the end is known or a row beyond the lane's contribution was
             # seen. Otherwise, the lane may end within its contribution or right after it. All ranks have the same
             # information here, so they decide the same.
             if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
                 break
-            look(2 * max(dealt.counts) + 1)
+            look(2 * max(dealt) + 1)
             self.hear()
-        self.counts, self._turn = after, dealt.turn
-        self._num_rows += dealt.num_rows
+        self.counts, self._turn = after, turn
+        self._num_rows += sum(dealt)
         return dealt
 
     def position(self) -> StreamPosition:
@@ -161,26 +162,6 @@ class LaneEnds:
     def _lanes(self) -> list[LanePosition]:
         passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
         return [lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True)]
-
-
-class Shares(Protocol):
-    """Interface of objects that split global batches among workers, such as `raysgd.core.arrays.division.Division`."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers."""
-
-    @property
-    def global_size(self) -> int:
-        """Number of rows in a full global batch."""
-
-    def parts(self, num_samples: int, rank: int) -> Sequence[BatchShare]:
-        """Return the batches of one worker in a global batch.
-
-        Args:
-            num_samples: Number of rows in the global batch.
-            rank: Rank of the worker.
-        """
 
 
 class StreamBatch(NamedTuple):
@@ -221,12 +202,10 @@ class GlobalReader:
         rank: Rank of the worker.
         begin: Position in the pass at which to start.
         watched: The lanes in which the worker looks ahead, to find out where they end.
-        open_loading: Function that returns a `BatchLoader`. It is called when the first batch is needed.
+        loading: Makes the batches of the worker.
         start_sum: Function that starts to sum numbers over all ranks. Only used if the lengths of lanes are unknown.
         pad: Whether a worker without rows in a batch gets padding. Training requires this.
     """
-
-    _loading: BatchLoader
 
     def __init__(
         self,
@@ -235,12 +214,12 @@ class GlobalReader:
         rank: int,
         begin: StreamPosition,
         watched: range,
-        open_loading: Callable[[], BatchLoader],
+        loading: BatchLoader,
         start_sum: StartSum = alone,
         pad: bool = True,
     ) -> None:
         self._stream, self._shares, self._rank, self._pad = of_pass.stream, shares, rank, pad
-        self._open_loading = open_loading
+        self._loading = loading
         self._ends = LaneEnds(of_pass, begin, watched, start_sum)
         self._num_rows = begin.num_rows
         self._is_over = False
@@ -251,7 +230,6 @@ class GlobalReader:
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield the worker's batches for the rest of the pass."""
-        self._loading = self._open_loading()
         with ExitStack() as last:
             last.callback(self._loading.end_loading)
             num_seen = self._ends.num_seen(self._rows_ahead)
@@ -287,17 +265,16 @@ class GlobalReader:
         stream, most, places = self._stream, self._shares.global_size, self._ends.places
         wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
         dealt = self._ends.deal(wanted, self._look)
-        is_full = dealt.num_rows == most
-        if not dealt.num_rows or (stream.drop_last and not is_full):
+        num_rows = sum(dealt)
+        is_full = num_rows == most
+        if not num_rows or (stream.drop_last and not is_full):
             self._is_over = True
             return
-        self._num_rows += dealt.num_rows
+        self._num_rows += num_rows
         self._is_over = not is_full or self._ends_here()
         num_seen = 0 if self._is_over and not stream.skips else self._ends.num_seen(self._rows_ahead)
-        parts = self._shares.parts(dealt.num_rows, self._rank)
-        self._order(
-            BatchOrder([self._wanted(dealt, start, stop) for start, stop, _ in parts], dealt.counts, places, num_seen)
-        )
+        parts = self._shares.parts(num_rows, self._rank)
+        self._order(BatchOrder([self._wanted(dealt, start, stop) for start, stop, _ in parts], dealt, places, num_seen))
         after, counts = self._ends.position(), self._ends.counts
         self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
@@ -309,7 +286,7 @@ class GlobalReader:
             num_left = of_limit if num_left is None else min(num_left, of_limit)
         return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
 
-    def _wanted(self, dealt: DealtRows, start: int, stop: int) -> list[LaneSlice]:
+    def _wanted(self, dealt: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
         """Return which rows of each lane this worker reads for a batch.
 
         A worker without rows in the batch reads none, and repeats its last batch as padding. A worker that has not had
@@ -318,9 +295,9 @@ class GlobalReader:
         if start == stop:
             if self._has_rows or not self._pad:
                 return []
-            start, stop = 0, min(_NUM_SHOWN, dealt.num_rows)
+            start, stop = 0, min(_NUM_SHOWN, sum(dealt))
         self._has_rows = True
-        return slices(dealt.counts, start, stop)
+        return slices(dealt, start, stop)
 
     def _order(self, order: BatchOrder) -> None:
         self._loading.order(order)

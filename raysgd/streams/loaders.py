@@ -25,8 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from raysgd.exceptions import StreamError
-from raysgd.streams.lane_reader import LaneReader, OpenShards, Place, StreamPass
-from raysgd.streams.lanes import LanePosition, LaneSlice
+from raysgd.streams.lanes import LanePosition, LaneReader, LaneSlice, OpenShards, Place, StreamPass
 
 _NUM_NEIGHBORS = 2
 _MOST_BEHIND = 4096

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 from raysgd.core.arguments import is_integer
 from raysgd.core.arrays.division import NO_BATCH, BatchPlan, PlannedBatch, with_seeds
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
-from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
-from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of
+from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, StreamPass, StreamPosition, lanes_of, numbered_rows
 from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProcesses, collated
 from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, Stream, check_shards
 
@@ -244,8 +243,7 @@ class StreamSource:
     @property
     def most_batches(self) -> int:
         """Number of batches that a rank processes one after the other in a step of all ranks."""
-        shares: Any = self._shares
-        return int(shares.num_batches(self.data.batch_size))
+        return self._shares.num_batches(self.data.batch_size)
 
     @property
     def num_shards(self) -> int:
@@ -253,7 +251,7 @@ class StreamSource:
         return getattr(self._shares, "num_shards", 0)
 
     @property
-    def _shares(self) -> Any:
+    def _shares(self) -> Shares:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:
@@ -281,41 +279,39 @@ class StreamSource:
             return self._own_batches(replace(of_pass, stream=replace(of_pass.stream, drop_last=False)))
         begin = self._positions.get(consumed, StreamPosition(consumed))
         assert not consumed or of_pass.is_known or begin.lanes is not None, "where lanes are came with the state"
-        watched = self._watched(of_pass)
-        loading = partial(self._loading, of_pass, watched)
-        ranks, pad = self._ranks, data.is_training
-        reader = GlobalReader(of_pass, self._shares, ranks.rank, begin, watched, loading, self._start_sum, pad)
-        return self._batches(reader, pass_index, consumed)
+        return self._batches(of_pass, begin)
 
-    def _watched(self, of_pass: StreamPass) -> range:
-        return lanes_of(self._ranks.rank, self._ranks.world_size, of_pass.num_lanes)
-
-    def _loading(self, of_pass: StreamPass, watched: range) -> BatchLoader:
+    def _loading(self, of_pass: StreamPass) -> tuple[range, BatchLoader]:
+        """Return the lanes that this worker watches, and what makes the worker's batches."""
+        watched = lanes_of(self._ranks.rank, self._ranks.world_size, of_pass.num_lanes)
         loader, frameworks = self.data.loader, self._collate
         own, num = loader.collate, min(loader.num_workers, len(watched))
         if not num:
-            return BatchMaker(of_pass, watched, own or frameworks)
+            return watched, BatchMaker(of_pass, watched, own or frameworks)
         make: Callable[[list[Any]], Any] = own or frameworks
         join: Callable[[list[Any]], Any] = frameworks.join
         if own is not None:
             make, join = (own, itemgetter(0)) if num == 1 else (list, partial(_collated, own))
         lanes = [lanes_of(number, num, len(watched)) for number in range(num)]
         makers = [BatchMaker(of_pass, watched[each.start : each.stop], make) for each in lanes]
-        return LoaderProcesses(makers, join, loader.prefetch, frameworks.begin_process)
+        return watched, LoaderProcesses(makers, join, loader.prefetch, frameworks.begin_process)
 
-    def _batches(self, reader: GlobalReader, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
-        for batch in reader:
+    def _batches(self, of_pass: StreamPass, begin: StreamPosition) -> Iterator[PlannedBatch]:
+        ranks, consumed = self._ranks, begin.num_rows
+        sums, pad = self._start_sum, self.data.is_training
+        for batch in GlobalReader(of_pass, self._shares, ranks.rank, begin, *self._loading(of_pass), sums, pad):
             plan, is_last = batch.plan, batch.plan.ends_global_batch
             if plan.starts_global_batch:
                 self._note(batch)
             if self.num_shards:
-                plan = with_seeds(plan, self.seed, pass_index, consumed, batch.start)
+                plan = with_seeds(plan, self.seed, of_pass.pass_index, consumed, batch.start)
             yield self._planned(batch, plan, is_last and batch.after.num_rows == self._end)
             if is_last:
                 consumed = batch.after.num_rows
         self._end = consumed
         if consumed and consumed == self._opened_at and not self._ranks.rank:
-            logger.warning("epoch %d should continue after %d rows, but no rows are left", pass_index + 1, consumed)
+            number = of_pass.pass_index + 1
+            logger.warning("epoch %d should continue after %d rows, but no rows are left", number, consumed)
 
     def _planned(self, batch: StreamBatch, plan: BatchPlan, ends_pass: bool | None = None) -> PlannedBatch:
         own = NO_BATCH if batch.batch is None else self._convert(batch.batch, plan.num_samples or 0)
@@ -323,9 +319,8 @@ class StreamSource:
 
     def _own_batches(self, of_pass: StreamPass) -> Iterator[PlannedBatch]:
         """Yield the batches of an evaluation on a stream of unknown length. Each rank reads some lanes by itself."""
-        size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
-        loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
-        for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
+        shares = self.data.divide(-(-self.data.batch_size // self._ranks.world_size), 1)
+        for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), *self._loading(of_pass), pad=False):
             yield self._planned(batch, batch.plan)
 
     def _note(self, batch: StreamBatch) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 
 from raysgd.core.arrays.division import Division
 from raysgd.streams.global_reader import GlobalReader, Numbers, Shares, StartSum, StreamBatch, alone
-from raysgd.streams.lane_reader import StreamPass, StreamPosition
-from raysgd.streams.lanes import lanes_of
+from raysgd.streams.lanes import StreamPass, StreamPosition, lanes_of
 from raysgd.streams.loaders import BatchMaker
 from raysgd.streams.stream import Pipeline, Shard, Stream, check_shards
 
@@ -93,7 +92,7 @@ def reader(
     watched = lanes_of(rank, shares.world_size, of_pass.num_lanes)
     loading = BatchMaker(of_pass, watched, list)
     loading.num_ahead = num_ahead
-    return GlobalReader(of_pass, shares, rank, begin, watched, lambda: loading, start_sum, pad)
+    return GlobalReader(of_pass, shares, rank, begin, watched, loading, start_sum, pad)
 
 
 def read_together(

@@ -1,6 +1,6 @@
 """Lanes and turns: which lane reads what, whose row is next.
 
-Covers `raysgd.streams.lanes` and `raysgd.streams.lanes`, of which each is arithmetic for the other.
+Covers the arithmetic of `raysgd.streams.lanes`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from raysgd.streams.lanes import LanePosition, Lanes, deal, lanes_of, slices, spread_order
+from raysgd.streams.lanes import LanePosition, deal, lanes_of, slices, spread_order
 from tests.streams.made import MadeStream, joint, pass_of, read_together
 
 
@@ -31,48 +31,47 @@ def test_rows_are_dealt_in_turn_one_by_one_and_in_any_portions() -> None:
         num_lanes = chance.randint(1, 9)
         left = [chance.choice([0, 1, 2, 6, 50]) for _ in range(num_lanes)]
         num_rows, turn = chance.randint(0, 40), chance.randrange(num_lanes)
-        dealt = deal(num_rows, left, turn)
-        assert dealt.counts == one_by_one(num_rows, left, turn)
-        first = deal(chance.randint(0, num_rows), left, turn)
-        rest = [most - count for most, count in zip(left, first.counts, strict=True)]
-        second = deal(num_rows - first.num_rows, rest, first.turn)
-        assert [sum(each) for each in zip(first.counts, second.counts, strict=True)] == dealt.counts
+        dealt, _ = deal(num_rows, left, turn)
+        assert dealt == one_by_one(num_rows, left, turn)
+        first, between = deal(chance.randint(0, num_rows), left, turn)
+        rest = [most - count for most, count in zip(left, first, strict=True)]
+        second, _ = deal(num_rows - sum(first), rest, between)
+        assert [sum(each) for each in zip(first, second, strict=True)] == dealt
 
 
 def test_each_row_of_each_shard_is_in_one_lane() -> None:
     chance = random.Random(1)
     for _ in range(300):
         lengths = [chance.choice([0, 1, 5, 40]) for _ in range(chance.randint(1, 30))]
-        lanes = Lanes(chance.sample(range(len(lengths)), len(lengths)), chance.randint(1, 12))
+        stream = chance.choice([MadeStream(lengths), MadeStream(lengths).shuffle(9)])
+        of_pass = pass_of(stream, seed=chance.randrange(99), num_lanes=chance.randint(1, 12))
         read: Counter[tuple[int, int]] = Counter()
-        for lane in range(lanes.num_lanes):
-            own = [
-                (part.shard, row)
-                for part in lanes.parts(lane)
-                for row in range(part.first, lengths[part.shard], part.step)
-            ]
-            assert len(own) == lanes.lengths(lengths)[lane]
+        for parts, length in zip(of_pass.parts, of_pass.lengths, strict=True):
+            own = [(part.shard, row) for part in parts for row in range(part.first, lengths[part.shard], part.step)]
+            assert len(own) == length
             read.update(own)
         assert read == Counter({(shard, row): 1 for shard, length in enumerate(lengths) for row in range(length)})
 
 
 def test_lanes_of_shards_of_one_length_have_about_as_many_rows() -> None:
     for num_shards in (1, 5, 100, 6400):
-        lengths = Lanes(range(num_shards)).lengths([1000] * num_shards)
+        lengths = pass_of(MadeStream([1000] * num_shards)).lengths
         assert max(lengths) <= min(lengths) + (500 if num_shards == 100 else 9)  # 28 of 64 lanes halve 14 of 36 shards
 
 
 def test_positions_are_found_by_arithmetic() -> None:
-    lanes, lengths = Lanes([2, 0, 1, 3], num_lanes=3), [5, 7, 2, 20]
-    assert lanes.parts(1) == [(0, 0, 1), (3, 2, 3)]
-    assert [lanes.position(1, count, lengths, block=1) for count in (0, 4, 5, 7, 12)] == [
+    of_pass = pass_of(MadeStream([2, 5, 7, 20]), num_lanes=3)
+    assert of_pass.parts[1] == [(1, 0, 1), (3, 2, 3)]
+    assert [of_pass.position(1, count) for count in (0, 4, 5, 7, 12)] == [
         LanePosition(0, 0),
         LanePosition(0, 4),
         LanePosition(1, 2),
         LanePosition(1, 8),
         LanePosition(2),
     ]
-    assert lanes.position(1, 9, lengths, block=4) == LanePosition(1, 11, skip=1)
+    shuffled = pass_of(MadeStream([20]).shuffle(12), num_lanes=3)
+    [(_, first, step)] = shuffled.parts[1]
+    assert shuffled.position(1, 5) == LanePosition(0, first + 4 * step, skip=1)
 
 
 def test_one_shard_is_dealt_in_its_order() -> None:

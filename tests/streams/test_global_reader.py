@@ -1,7 +1,7 @@
 """The global batches of a stream: one order for all numbers of workers, from any position, each row once.
 
-Covers `raysgd.streams.global_reader`, `raysgd.streams.lane_reader` and `raysgd.streams.loaders`: a reader is where
-they are used.
+Covers `raysgd.streams.global_reader`, `raysgd.streams.lanes` and `raysgd.streams.loaders`: a reader is where they
+are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from raysgd.exceptions import StreamError
-from raysgd.streams.lane_reader import StreamPosition
+from raysgd.streams.lanes import StreamPosition
 from raysgd.streams.stream import Stream
 from tests.streams.made import START, MadeStream, counts, division, joint, pass_of, read_together, reader
 from tests.streams.test_source import data_of, source_of
