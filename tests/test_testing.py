@@ -9,8 +9,7 @@ import pytest
 
 from raysgd import testing
 from raysgd.core.arrays.division import BatchPlan
-from raysgd.testing.files import _FullFile
-from raysgd.testing.processes import Trap, _check_moment
+from raysgd.testing.faults import Trap, _check_moment, _FullFile
 
 
 @pytest.mark.parametrize("at", ["", "step", "step:", "step:-1", "step:1.5", "step: 3", "later", "Step:1", None, 3])

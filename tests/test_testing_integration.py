@@ -1,6 +1,6 @@
 """What users break on purpose really breaks, in real workers.
 
-Covers `raysgd.testing.processes`: only a real worker can be broken.
+Covers `raysgd.testing.faults`: only a real worker can be broken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from raysgd import testing
-from raysgd.testing import processes
+from raysgd.testing import faults
 from raysgd.torch import TorchTrainer
 from tests.helpers.doors import controller_of
 from tests.helpers.processes import shipped
@@ -54,7 +54,7 @@ def test_a_slow_rank_is_slow_as_long_as_it_is_meant_to(pair: TorchTrainer) -> No
     with testing.slow_rank(pair, 1, 0.2), testing.slow_rank(pair, 0, 0.01):
         pair.train(num_steps=3)
     assert time.monotonic() - began >= 0.6
-    are_armed = pair.apply_all_workers(lambda: [trap.is_armed for trap in processes._traps])
+    are_armed = pair.apply_all_workers(lambda: [trap.is_armed for trap in faults._traps])
     assert are_armed == [[False], [False]]
     assert count(pair) == 0
 

@@ -12,9 +12,16 @@ when the fault happens.
 
 from __future__ import annotations
 
-from raysgd.testing.files import fail_save
-from raysgd.testing.nodes import remove_node
-from raysgd.testing.processes import IN_DRIVER, IN_WORKERS, disarm, hang_rank, kill_worker, slow_rank
+from raysgd.testing.faults import (
+    IN_DRIVER,
+    IN_WORKERS,
+    disarm,
+    fail_save,
+    hang_rank,
+    kill_worker,
+    remove_node,
+    slow_rank,
+)
 
 __all__ = [
     "IN_DRIVER",

@@ -28,7 +28,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from raysgd import testing
-from raysgd.testing import processes
+from raysgd.testing import faults
 from raysgd.torch import TorchTrainer
 from tests.helpers.doors import controller_of
 from tests.helpers.patience import awaiting_new_workers
@@ -83,7 +83,7 @@ class DiesWithOthers:
         Path(self.folder, str(os.getpid())).touch()
         while len(os.listdir(self.folder)) < self.num_victims:
             time.sleep(0.01)
-        processes.send_itself(signal.SIGKILL)
+        faults.send_itself(signal.SIGKILL)
 
 
 class EndsInSetup(Ledger):
@@ -163,7 +163,7 @@ class Table:
     def _set(self, place: str, ranks: tuple[int, ...], beckon: Beckon | None, num_before: int = 0) -> None:
         meeting = tempfile.mkdtemp(dir=self.folder)
         act: Any = DiesWithOthers(meeting, len(ranks)) if beckon is None else beckon
-        processes.arm(self.trainer, ranks, processes.Trap(act, place, num_before))
+        faults.arm(self.trainer, ranks, faults.Trap(act, place, num_before))
 
     def _between_calls(self, phase: str, ranks: tuple[int, ...], beckon: Beckon | None) -> dict[str, Any]:
         trainer = self.trainer
@@ -188,7 +188,7 @@ class Table:
     def _start(self, victim: str) -> dict[str, Any]:
         self.end()
         folder = tempfile.mkdtemp(dir=self.folder)
-        config = {"folder": folder, "victims": VICTIMS[victim], "act": partial(processes.send_itself, 9)}
+        config = {"folder": folder, "victims": VICTIMS[victim], "act": partial(faults.send_itself, 9)}
         if victim == NODE:
             add_node(self.cluster)  # beforehand: a trainer does not start with fewer workers than it was asked for
         with self._node_loss(gives_back=False) if victim == NODE else _nothing() as beckon:

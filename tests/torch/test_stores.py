@@ -11,7 +11,7 @@ import torch
 
 from raysgd.exceptions import CheckpointCorruptedError, StorageError
 from raysgd.storage import open_folder
-from raysgd.testing.files import fail_save
+from raysgd.testing.faults import fail_save
 from raysgd.torch import TorchTrainer
 from tests.helpers.s3_server import BUCKET, KEYS, S3Server
 

@@ -1,12 +1,13 @@
-"""Kills, freezes and slows down the worker processes of a trainer, at once or when they reach a given point.
+"""Faults in a running trainer: in its worker processes, in files that it writes, and in nodes of a local test cluster.
 
-A point in a worker, such as a training step, has a `Trap` in this worker. A point in the driver is a wrapped method of
-the trainer.
+A fault happens at once, or when a process reaches a given point. A point in a worker, such as a training step, has a
+`Trap` in this worker. A point in the driver is a wrapped method of the trainer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import os
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd.exceptions import OnFailure, TrainerShutdownError
-from raysgd.testing.targets import check_ranks, controller_of, group_of
+from raysgd.storage import files
 
 if TYPE_CHECKING:
     from raysgd.core.engine.group import WorkerGroup
@@ -122,8 +123,166 @@ def disarm(trainer: Any) -> None:
         TypeError: `trainer` is not a trainer.
     """
     controller_of(trainer)
-    disarm_all(trainer)
+    for undo in list(_undo.get(trainer, {}).values()):
+        undo()
     disarm_everywhere(trainer, None)
+
+
+@contextlib.contextmanager
+def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) -> Iterator[None]:
+    """Inside the ``with`` block, make `trainer.save` fail while it writes a file, as if the disk were full.
+
+    A save in the background (`blocking=False`) that starts inside the block fails too. At the end of the block, the
+    program waits until such saves have ended.
+
+    Args:
+        trainer: A running trainer.
+        error: The exception that a write raises. Default: an `OSError` with "No space left on device".
+        after_bytes: Number of bytes of each file that are still written before the exception is raised.
+
+    Raises:
+        ValueError: `after_bytes` is negative or not an integer, or `error` is not an `OSError`.
+    """
+    if isinstance(after_bytes, bool) or not isinstance(after_bytes, int) or after_bytes < 0:
+        raise ValueError(f"`after_bytes={after_bytes!r}`: need a whole number of bytes, 0 or more.")
+    if error is not None and not isinstance(error, OSError):
+        raise ValueError(f"`error={error!r}`: need an `OSError`, as a failed write raises.")
+    controller_of(trainer)
+    number = errno.ENOSPC
+    failure = error or OSError(number, os.strerror(number))
+    targets: set[str] = set()
+    writing: Any = files
+    saving = files.saving
+    save = trainer.save
+
+    @functools.wraps(save)
+    def noting(checkpoint: Any, *args: Any, **keywords: Any) -> Any:
+        targets.add(os.fspath(checkpoint))
+        return save(checkpoint, *args, **keywords)
+
+    @contextlib.contextmanager
+    def failing(target: Any) -> Iterator[Any]:
+        with saving(target) as file:
+            yield _FullFile(file, after_bytes, failure) if os.fspath(target) in targets else file
+
+    writing.saving = failing
+    trainer.save = noting
+    try:
+        yield
+    finally:
+        thread = trainer._life.writer._thread
+        if thread is not None:
+            thread.join()
+        del trainer.save
+        writing.saving = saving
+
+
+def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: int | None = None) -> Any:
+    """Kill all processes of one node of a local test cluster, without a graceful shutdown.
+
+    Name the node with `node`, or with both `trainer` and `rank`.
+
+    Args:
+        cluster: The `ray.cluster_utils.Cluster` that contains the node.
+        node: The node to remove, as `cluster.add_node` returned it.
+        trainer: A running trainer that has a worker on the node to remove.
+        rank: The rank of the worker on the node to remove.
+
+    Returns:
+        The removed node.
+
+    Raises:
+        ValueError: The node is not in the cluster, or is the driver's node or the head node. Or there is no such rank,
+            the rank is the driver itself, or the arguments name the node in neither or both of the two ways.
+        RuntimeError: The trainer was shut down, or its workers are currently being replaced.
+    """
+    node = _find_node(cluster, node, trainer, rank)
+    cluster.remove_node(node, allow_graceful=False)
+    return node
+
+
+def _node_of_rank(cluster: Any, trainer: Any, rank: int) -> Any:
+    [rank] = check_ranks(trainer, rank, may_be_driver=False)
+    node_id = group_of(trainer).infos[rank].node_id
+    nodes = [cluster.head_node, *cluster.worker_nodes]
+    node = next((found for found in nodes if found is not None and found.node_id == node_id), None)
+    if node is None:
+        raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is not in this cluster.")
+    return node
+
+
+def _find_node(cluster: Any, node: Any, trainer: Any, rank: int | None) -> Any:
+    if (node is None) == (trainer is None) or (trainer is None) != (rank is None):
+        raise ValueError(
+            "`remove_node` needs either `node`, or both `trainer` and `rank`, to know which node to remove."
+        )
+    if node is None:
+        node = _node_of_rank(cluster, trainer, rank if rank is not None else 0)
+    if node is cluster.head_node:
+        raise ValueError(
+            "This is the head node, and removing it would end the cluster: put workers on nodes that you added."
+        )
+    if node not in cluster.worker_nodes:
+        raise ValueError(f"`node={node!r}` is not a node of this cluster, or was removed before.")
+    import ray
+
+    if ray.is_initialized() and node.node_id == ray.get_runtime_context().get_node_id():
+        raise ValueError(
+            "The driver is connected through this node, so removing it would end the driver: choose another one."
+        )
+    return node
+
+
+def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) -> list[int]:
+    """Check that faults can be armed in the workers with these ranks, and return the ranks in ascending order.
+
+    Args:
+        trainer: A running trainer.
+        rank: The rank, or several ranks.
+        may_be_driver: True if the fault may be armed in the driver's own process.
+
+    Raises:
+        ValueError: The trainer has no such rank, or the rank is the driver and `may_be_driver` is False.
+        RuntimeError: The trainer was shut down, or its workers are being replaced.
+    """
+    group = group_of(trainer)
+    ranks: list[Any] = list(rank) if isinstance(rank, list | tuple | range | set | frozenset) else [rank]
+    if not ranks:
+        raise ValueError(f"`rank={rank!r}`: name at least one rank.")
+    for each in ranks:
+        if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < len(group):
+            raise ValueError(f"`rank={rank!r}`: the trainer has the ranks 0 to {len(group) - 1} at this moment.")
+        if not may_be_driver and each not in group.remote_ranks:
+            raise ValueError(
+                f"`rank={rank!r}`: rank {each} is this process (`use_local=True`), so killing it would end your test. "
+                f"Use one of {group.remote_ranks or 'the ranks of a trainer with remote workers'}."
+            )
+    return sorted(set(ranks))
+
+
+def controller_of(trainer: Any) -> Any:
+    """Return the trainer's controller, the object in the driver that runs calls on the workers and retries them.
+
+    Raises:
+        TypeError: `trainer` is not a trainer.
+    """
+    if not hasattr(trainer, "_life"):
+        raise TypeError(f"`trainer={trainer!r}`: need a `TorchTrainer` or a `TFTrainer` that is running.")
+    return trainer._life.controller
+
+
+def group_of(trainer: Any) -> WorkerGroup:
+    """Return the trainer's current worker group, the object that holds its workers by rank.
+
+    Raises:
+        RuntimeError: The trainer was shut down, or its workers are being replaced.
+    """
+    controller = controller_of(trainer)
+    controller.check_active()
+    group: WorkerGroup | None = controller.group
+    if group is None:
+        raise RuntimeError("The trainer has no workers now, because they are being replaced: try again later.")
+    return group
 
 
 def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], at: str) -> None:
@@ -180,12 +339,6 @@ def _signal_soon(trainer: Any, ranks: Sequence[int], number: int) -> None:
 
 def _send_to_self(replica: Any, number: int) -> None:
     os.kill(os.getpid(), number)
-
-
-def disarm_all(trainer: Any) -> None:
-    """Disarm all of this trainer's faults that `arm_call` and `arm_setup` have armed and that have not happened yet."""
-    for undo in list(_undo.get(trainer, {}).values()):
-        undo()
 
 
 def _disarm(trainer: Any, name: str) -> None:
@@ -391,3 +544,22 @@ def disarm_everywhere(trainer: Any, key: str | None) -> None:
         group = controller.group
         if group is not None:
             group.ask_beside(_unset, key)
+
+
+class _FullFile:
+    """A file whose `write` raises `failure` when more than `num_left` bytes are written in total."""
+
+    def __init__(self, file: Any, num_left: int, failure: OSError) -> None:
+        self._file, self._num_left, self._failure = file, num_left, failure
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        if len(view) > self._num_left:
+            self._file.write(view[: self._num_left])
+            self._num_left = 0
+            raise self._failure
+        self._num_left -= len(view)
+        return int(self._file.write(view))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
