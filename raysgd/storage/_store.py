@@ -262,18 +262,9 @@ class StoreFolder(Folder):
 
         If unfinished files are visible in the store, upload the file under a temporary name, and then rename it.
         """
-        filesystem, checksum = self.filesystem, _transfers.new_checksum()
-
-        def content() -> Iterator[bytes]:
-            nonlocal checksum
-            checksum = _transfers.new_checksum()  # a new checksum for each attempt, which reads the file from the start
-            for piece in _transfers.pieces(file):
-                checksum.update(piece)
-                yield piece
-
+        filesystem = self.filesystem
         send = _transfers.send if _filesystems.is_whole_at_close(filesystem) else _transfers.send_and_rename
-        self._ask(f"write `{self}`", partial(send, filesystem, content, self.path))
-        return str(checksum.hexdigest())
+        return self._ask(f"write `{self}`", partial(send, filesystem, file, self.path))
 
     def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
         """Download this file.

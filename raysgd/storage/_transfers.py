@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -24,12 +25,6 @@ _NUM_THREADS = 8
 _AWAITED_PIECES = 10
 
 T = TypeVar("T")
-
-Pieces = Callable[[], Iterator[Any]]
-"""Function that returns an iterator over the content of a file in pieces.
-
-It is called for each attempt to send the file.
-"""
 
 # ---------------------------------------------------------------------------------------------------- on this machine
 
@@ -118,44 +113,38 @@ def sync_tree(root: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- stores
 
 
-def pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the whole content of a file in pieces, from its beginning."""
-    file.seek(0)
-    while piece := file.read(_PIECE_BYTES):
-        yield piece
-
-
-def send(fs: Any, content: Pieces, path: str) -> None:
-    """Send a file to a store in which files become visible when they are closed.
+def send(fs: Any, file: IO[bytes], path: str) -> str:
+    """Send a local file to a store in which files become visible when they are closed. Return the file's checksum.
 
     A separate thread, which Ctrl-C does not interrupt, sends the whole file. Otherwise, closing the file after Ctrl-C
     would make an incomplete file visible.
 
     Args:
         fs: File system of the store.
-        content: Function that returns the content of the file in pieces.
+        file: The local file. It is sent from its beginning.
         path: Path of the file in `fs`.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="raysgd-storage") as pool:
-        pool.submit(_send, fs, content, path).result()
+        return pool.submit(_send, fs, file, path).result()
 
 
-def _send(fs: Any, content: Pieces, path: str) -> None:
+def _send(fs: Any, file: IO[bytes], path: str) -> str:
+    checksum = new_checksum()
+    file.seek(0)
     with fs.open_output_stream(path, compression=None) as stream:
-        for number, piece in enumerate(content(), start=1):
+        for number, piece in enumerate(iter(partial(file.read, _PIECE_BYTES), b""), start=1):
+            checksum.update(piece)
             stream.write(piece)
             if number % _AWAITED_PIECES == 0:
                 # Wait for the store. If it hangs, the pieces would otherwise pile up in memory and fail one by one.
                 stream.flush()
+    return str(checksum.hexdigest())
 
 
-def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
-    """Send a file to a store in which unfinished files are visible: send it under a temporary name, then rename it.
+def send_and_rename(fs: Any, file: IO[bytes], path: str) -> str:
+    """Send a local file to a store in which unfinished files are visible. Return the file's checksum.
 
-    Args:
-        fs: File system of the store.
-        content: Function that returns the content of the file in pieces.
-        path: Path of the file in `fs`.
+    The file is sent under a temporary name, and then renamed. The arguments are those of `send`.
     """
     folder = path[: path.rfind("/") + 1]
     if folder.strip("/"):
@@ -167,8 +156,9 @@ def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
             fs.delete_file(temporary)
 
     with OnFailure(delete):
-        send(fs, content, temporary)
+        checksum = send(fs, file, temporary)
         fs.move(temporary, path)
+    return checksum
 
 
 def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()) -> None:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pyarrow import fs
@@ -21,6 +23,12 @@ from raysgd.storage._transfers import fetch, on_threads, send, send_and_rename
 from tests.helpers.fakes import FakeClock
 
 
+def file_of(content: Callable[[], Iterator[bytes]]) -> Any:
+    """Return a file whose content is made as it is read."""
+    pieces = content()
+    return SimpleNamespace(seek=lambda place: None, read=lambda size: next(pieces, b""))
+
+
 def test_a_file_is_sent_to_its_end_also_after_ctrl_c(tmp_path: Path) -> None:
     def content() -> Iterator[bytes]:
         yield b"first"
@@ -28,7 +36,7 @@ def test_a_file_is_sent_to_its_end_also_after_ctrl_c(tmp_path: Path) -> None:
         yield b"second"
 
     with pytest.raises(KeyboardInterrupt):
-        send(fs.LocalFileSystem(), content, str(tmp_path / "file"))
+        send(fs.LocalFileSystem(), file_of(content), str(tmp_path / "file"))
     assert (tmp_path / "file").read_bytes() == b"firstsecond"
 
 
@@ -40,7 +48,7 @@ def test_a_file_that_is_seen_as_it_grows_has_another_name_until_it_is_complete(t
         seen.append([path.name for path in (tmp_path / "folder").iterdir()])
         yield b"second"
 
-    send_and_rename(fs.LocalFileSystem(), content, str(tmp_path / "folder" / "file"))
+    send_and_rename(fs.LocalFileSystem(), file_of(content), str(tmp_path / "folder" / "file"))
     [[name]] = seen
     assert name.startswith(".raysgd-")
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
@@ -56,7 +64,7 @@ def test_a_file_that_could_not_be_sent_leaves_the_former_one(tmp_path: Path, err
         raise error
 
     with pytest.raises(type(error)):
-        send_and_rename(fs.LocalFileSystem(), content, str(tmp_path / "file"))
+        send_and_rename(fs.LocalFileSystem(), file_of(content), str(tmp_path / "file"))
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
 
 
