@@ -14,9 +14,6 @@ import numpy as np
 from raysgd.core.files import check_local, inside, is_inside
 from raysgd.core.text.log_lines import printable
 from raysgd.journal.entries import (
-    CHECKPOINT,
-    GAP,
-    LEFT_OUT,
     LEG,
     RUN,
     CheckpointLine,
@@ -104,40 +101,18 @@ class JournalWriter:
         """
         write_steps(self._folder, numbers, records)
 
-    def note_checkpoint(self, location: str, step: int) -> None:
-        """Record that a checkpoint was saved after a step. Do nothing before the first call to `begin_leg`.
+    def note(self, kind: str, **entries: Any) -> None:
+        """Add a line about a checkpoint, a gap, or a step that was left out. Do nothing before the first leg.
 
         Args:
-            location: Path or URI of the checkpoint. A path inside the folder of the run is relative to this folder.
-            step: Number of the step.
+            kind: `CHECKPOINT`, `GAP` or `LEFT_OUT`.
+            entries: The entries of the line. A path inside the folder of the run is relative to this folder.
 
         Raises:
             OSError: The file cannot be written.
         """
         if self._has_begun:
-            self._append({"kind": CHECKPOINT, "step": step, "location": location})
-
-    def note_gap(self, first: int, last: int) -> None:
-        """Record that reports about steps from `first` to `last` were lost.
-
-        Do nothing before the first call to `begin_leg`.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        if self._has_begun:
-            self._append({"kind": GAP, "first_step": first, "last_step": last})
-
-    def note_left_out(self, entry: Mapping[str, Any]) -> None:
-        """Record that an optimizer left a step out, because the step was bad.
-
-        Args:
-            entry: The line for the journal, without `kind`.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        self._append({"kind": LEFT_OUT, **entry})
+            self._append({"kind": kind, **entries})
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with (self._folder / LINES_FILE).open("a+b") as file:

@@ -16,18 +16,9 @@ from raysgd._version import __version__
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.transfers import ask_all
 from raysgd.core.text.secrets import masked
+from raysgd.journal.entries import CHECKPOINT, GAP, LEFT_OUT, LEG
 from raysgd.journal.journal import Journal, JournalWriter
-from raysgd.journal.recorder import (
-    Attempt,
-    Column,
-    LeftOutReport,
-    LegReport,
-    News,
-    StepBlock,
-    StepRecorder,
-    exact_sum,
-    reports_after,
-)
+from raysgd.journal.recorder import Attempt, Column, LineReport, News, StepBlock, StepRecorder, exact_sum, reports_after
 from raysgd.journal.steps import NO_LOSS, NO_NORM, STEPS, Steps
 
 logger = logging.getLogger(__name__)
@@ -63,7 +54,7 @@ class StepBook:
         self._left_out: set[tuple[Attempt, int, int]] = set()  # attempt, step and optimizer of each report
         self.last_step = 0
 
-    def begin(self, report: LegReport) -> Mapping[str, Any] | None:
+    def begin(self, report: LineReport) -> Mapping[str, Any] | None:
         """Record the start of a leg, and return its line for the journal.
 
         Do nothing and return None if the leg is outdated or was reported before.
@@ -107,7 +98,7 @@ class StepBook:
             return 0
         return min((after for later, (after, _) in self._began.items() if later > attempt), default=math.inf)
 
-    def leave_out(self, report: LeftOutReport) -> Mapping[str, Any] | None:
+    def leave_out(self, report: LineReport) -> Mapping[str, Any] | None:
         """Return the line for the journal about a step that was left out. Return None if it is outdated or known."""
         key = report.attempt, int(report.entry["step"]), int(report.entry["optimizer"])
         if key in self._left_out or key[1] > self._last_of(report.attempt):
@@ -233,19 +224,16 @@ class JournalKeeper:
             found: What each worker has reported.
         """
         reports = [(each.name, report) for each in found for report in each.reports]
-        for name, report in sorted(reports, key=lambda each: (each[1].attempt, not isinstance(each[1], LegReport))):
+        for name, report in sorted(reports, key=lambda each: (each[1].attempt, getattr(each[1], "kind", "") != LEG)):
             if isinstance(report, StepBlock):
                 self._book.add(name, report)
-                continue
-            if isinstance(report, LeftOutReport):
-                line = self._book.leave_out(report)
-                if line is not None:
-                    self._open_writer().note_left_out(line)
-                continue
-            self._write_steps()
-            entry = self._book.begin(report)
-            if entry is not None:
-                self._open_writer().begin_leg(entry)
+            elif report.kind == LEFT_OUT:
+                if (line := self._book.leave_out(report)) is not None:
+                    self._open_writer().note(LEFT_OUT, **line)
+            else:
+                self._write_steps()
+                if (line := self._book.begin(report)) is not None:
+                    self._open_writer().begin_leg(line)
         self._write_steps()
         self._received.update({each.name: each.last for each in found})
         lost = [each.lost for each in found if each.lost is not None]
@@ -259,7 +247,7 @@ class JournalKeeper:
                     last,
                 )
             self._gap_end = last
-            self._open_writer().note_gap(first, last)
+            self._open_writer().note(GAP, first_step=first, last_step=last)
 
     def _write_steps(self) -> None:
         for numbers, records in self._book.take():
@@ -311,7 +299,8 @@ class JournalKeeper:
             return
         at = self._relative(location)
         try:
-            self._writer.note_checkpoint(at, self._book.last_step if step is None else step)
+            step = self._book.last_step if step is None else step
+            self._writer.note(CHECKPOINT, step=step, location=at)
         except OSError as error:
             logger.warning("the journal does not say that %s was saved: %s", at, error)
 

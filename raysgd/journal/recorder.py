@@ -18,6 +18,7 @@ import numpy as np
 
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core.numbers.meters import PLAIN_NUMBERS, NumberMeter, PendingMetric, ToFloats
+from raysgd.journal.entries import LEFT_OUT, LEG
 from raysgd.journal.steps import NO_NORM
 
 _MOST_WAITING = 100_000
@@ -30,26 +31,17 @@ Later attempts compare as greater. All ranks have the same numbers.
 Column: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
-class LegReport(NamedTuple):
-    """Report that a worker starts a leg: it starts an epoch, or continues an epoch in a new group of workers.
+class LineReport(NamedTuple):
+    """Report with a line for the journal. All workers of a group make the same report.
 
     Attributes:
-        attempt: The attempt at a training call in which the leg starts.
-        entry: The line for the journal that describes the leg, as plain data.
+        kind: `LEG` if the worker starts an epoch, or continues an epoch in a new group of workers. `LEFT_OUT` if it has
+            left out a step.
+        attempt: The attempt at a training call in which this happens.
+        entry: The entries of the line, as plain data.
     """
 
-    attempt: Attempt
-    entry: Mapping[str, Any]
-
-
-class LeftOutReport(NamedTuple):
-    """Report that a step was left out. All workers of a group make the same report.
-
-    Attributes:
-        attempt: The attempt at a training call in which the step was left out.
-        entry: The line for the journal, as plain data.
-    """
-
+    kind: str
     attempt: Attempt
     entry: Mapping[str, Any]
 
@@ -106,7 +98,7 @@ class _Waiting(NamedTuple):
     norms: Sequence[Any]
 
 
-Report = LegReport | LeftOutReport | StepBlock
+Report = LineReport | StepBlock
 
 
 class StepRecorder(WorkerCallback):
@@ -122,14 +114,14 @@ class StepRecorder(WorkerCallback):
     def on_begin(self, operator: Any) -> None:
         self.name = uuid.uuid4().hex
         self._num_reports = 0
-        self._reports = deque[tuple[int, LegReport | LeftOutReport | _Waiting]]()
+        self._reports = deque[tuple[int, LineReport | _Waiting]]()
         self._removing = threading.Lock()  # two threads remove reports
         self.lost: tuple[int, int] | None = None
         self._attempt: Attempt = (0, 0)
         self._is_off = False
         self._begin_step()
 
-    def _add(self, report: LegReport | LeftOutReport | _Waiting) -> None:
+    def _add(self, report: LineReport | _Waiting) -> None:
         self._num_reports += 1
         self._reports.append((self._num_reports, report))
 
@@ -141,10 +133,10 @@ class StepRecorder(WorkerCallback):
         call, number = leg["attempt"]
         self._attempt, self._is_off = (call, number), leg["obstacle"] is not None
         self._begin_step()  # discard the values of an interrupted step, which is repeated
-        self._add(LegReport(self._attempt, leg))
+        self._add(LineReport(LEG, self._attempt, leg))
 
     def _on_left_out(self, entry: Mapping[str, Any]) -> None:
-        self._add(LeftOutReport(self._attempt, entry))
+        self._add(LineReport(LEFT_OUT, self._attempt, entry))
 
     def _on_norm(self, norm: Any) -> None:
         if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would need all ranks

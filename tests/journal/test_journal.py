@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, GradientNorms, HTMLReport, Run
 from raysgd.exceptions import WorkerError
-from raysgd.journal.entries import RunLine, RunOptions, read_line
+from raysgd.journal.entries import CHECKPOINT, GAP, LEFT_OUT, RunLine, RunOptions, read_line
 from raysgd.journal.journal import Journal, JournalWriter, StepRecord
 from raysgd.journal.keeper import header_of
 from raysgd.journal.steps import CHECKS_FILE, NO_LOSS, NO_NORM, STEPS, STEPS_FILE
@@ -266,7 +266,7 @@ def test_a_journal_is_not_written_through_a_link_that_leads_out_of_the_folder(tm
 
 def test_records_may_come_in_any_order_and_leave_gaps(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, HEADER)
-    writer.note_checkpoint("nothing.ckpt", 0)  # before the first step, there is nothing to note it in
+    writer.note(CHECKPOINT, step=0, location="nothing.ckpt")  # before the first step, there is nothing to note it in
     writer.begin_leg(leg_line(0))
     writer.write_steps(np.array([3, 6]), np.array([(0.5, NO_NORM, 4), (0.25, NO_NORM, 4)], STEPS))
     assert Journal(tmp_path).numbers() == [3, 6]
@@ -283,7 +283,7 @@ def test_lost_steps_are_no_batches_of_the_next_step(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, HEADER)
     writer.begin_leg(leg_line(0))
     writer.write_steps(np.array([1, 2, 3, 7, 9]), np.array([(0.5, NO_NORM, 4)] * 5, STEPS))
-    writer.note_gap(4, 6)
+    writer.note(GAP, first_step=4, last_step=6)
     assert [Journal(tmp_path).begin_of(step) for step in (3, 7, 9)] == [2, 6, 7]
     writer.begin_leg(leg_line(4))  # the steps from 5 are repeated
     writer.write_steps(np.array([7]), np.array([(0.5, NO_NORM, 4)], STEPS))
@@ -299,7 +299,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_replaced_by_the_next(tmp_path: 
     assert [leg.after for leg in Journal(tmp_path).legs] == [0]
     writer = JournalWriter(tmp_path, HEADER)
     writer.begin_leg(leg_line(2))
-    writer.note_checkpoint("a.ckpt", 2)
+    writer.note(CHECKPOINT, step=2, location="a.ckpt")
     assert [leg.after for leg in Journal(tmp_path).legs] == [0, 2]
     assert Journal(tmp_path).checkpoints == {2: "a.ckpt"}
     assert len(lines.read_text().splitlines()) == 5
@@ -474,9 +474,9 @@ def test_a_leg_replaces_what_was_left_out_after_its_beginning(tmp_path: Path) ->
     writer, entry = JournalWriter(tmp_path, HEADER), {"optimizer": 0, "reason": "a spike", "ranks": [], "back_to": None}
     writer.begin_leg(leg_line())
     for step in (2, 5, 6):
-        writer.note_left_out({**entry, "step": step})
+        writer.note(LEFT_OUT, **entry | {"step": step})
     writer.begin_leg(leg_line(5, attempt=[1, 2]))
-    writer.note_left_out({**entry, "step": 7, "ranks": [1, 2], "back_to": 4})
+    writer.note(LEFT_OUT, **entry | {"step": 7, "ranks": [1, 2], "back_to": 4})
     assert [(each.step, str(each)) for each in Journal(tmp_path).left_out] == [
         (2, "left out: a spike"),
         (5, "left out: a spike"),

@@ -10,9 +10,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from raysgd.journal.entries import LEG
 from raysgd.journal.journal import FOLDER, LINES_FILE, Journal
 from raysgd.journal.keeper import JournalKeeper
-from raysgd.journal.recorder import LegReport, News, StepBlock
+from raysgd.journal.recorder import LineReport, News, StepBlock
 from raysgd.journal.steps import NO_NORM
 from tests.journal.made import HEADER, leg_line
 
@@ -44,7 +45,7 @@ class Group:
     def fetch(self, rank: int, function: Any, received: Any) -> Any:
         def result(timeout_s: float) -> Any:
             if rank == self.size - 1:
-                leg = LegReport((1, 1), leg_line(0, num_workers=self.size))
+                leg = LineReport(LEG, (1, 1), leg_line(0, num_workers=self.size))
                 one, two = np.ones(2), np.full(2, 2.0)
                 steps = StepBlock((1, 1), np.array([1, 2]), two, one, one * NO_NORM)
                 return News("last", 3, [leg, steps], self.lost)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection
-from raysgd.journal.recorder import LegReport, StepBlock, StepRecorder, exact_sum
+from raysgd.journal.recorder import LineReport, StepBlock, StepRecorder, exact_sum
 from raysgd.journal.steps import NO_NORM
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.objects.models import read_tensors
@@ -48,7 +48,7 @@ def rows(block: Any) -> list[tuple[Any, ...]]:
 
 def recorded(recorder: StepRecorder, after: int = 0) -> list[tuple[Any, ...]]:
     _, (leg, block) = recorder.reports(after, read_tensors)
-    assert isinstance(leg, LegReport)
+    assert isinstance(leg, LineReport)
     return rows(block)
 
 
@@ -110,9 +110,9 @@ def test_steps_of_two_attempts_are_two_reports(recorder: StepRecorder, operator:
     last, reports = recorder.reports(0, read_tensors)
     assert last == 4
     assert [(type(each), each.attempt) for each in reports] == [
-        (LegReport, (3, 1)),
+        (LineReport, (3, 1)),
         (StepBlock, (3, 1)),
-        (LegReport, (3, 2)),
+        (LineReport, (3, 2)),
         (StepBlock, (3, 2)),
     ]
 

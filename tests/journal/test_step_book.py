@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd.journal.entries import LEFT_OUT, LEG
 from raysgd.journal.keeper import StepBook
-from raysgd.journal.recorder import LeftOutReport, LegReport, StepBlock
+from raysgd.journal.recorder import LineReport, StepBlock
 from raysgd.journal.steps import NO_NORM
 
 
-def leg(attempt: tuple[int, int], after: int, num_workers: int = 2) -> LegReport:
-    return LegReport(attempt, {"step": after, "num_workers": num_workers})
+def leg(attempt: tuple[int, int], after: int, num_workers: int = 2) -> LineReport:
+    return LineReport(LEG, attempt, {"step": after, "num_workers": num_workers})
 
 
 def part(attempt: tuple[int, int], steps: range, *totals: float, weight: float = 4, norm: float = NO_NORM) -> StepBlock:
@@ -106,10 +107,10 @@ def test_a_step_that_was_left_out_is_noted_once_unless_a_later_attempt_repeats_i
     book = StepBook()
     book.begin(leg((1, 1), 0))
     entry = {"step": 3, "optimizer": 0}
-    assert book.leave_out(LeftOutReport((1, 1), entry)) == entry
-    assert book.leave_out(LeftOutReport((1, 1), entry)) is None, "the other worker reports the same"
-    assert book.leave_out(LeftOutReport((1, 1), {**entry, "optimizer": 1})) is not None
+    assert book.leave_out(LineReport(LEFT_OUT, (1, 1), entry)) == entry
+    assert book.leave_out(LineReport(LEFT_OUT, (1, 1), entry)) is None, "the other worker reports the same"
+    assert book.leave_out(LineReport(LEFT_OUT, (1, 1), {**entry, "optimizer": 1})) is not None
     book.begin(leg((1, 2), 4))
-    assert book.leave_out(LeftOutReport((1, 1), {**entry, "step": 4})) is not None
-    assert book.leave_out(LeftOutReport((1, 1), {**entry, "step": 5})) is None, "the step is repeated"
-    assert book.leave_out(LeftOutReport((1, 2), {**entry, "step": 5})) is not None
+    assert book.leave_out(LineReport(LEFT_OUT, (1, 1), {**entry, "step": 4})) is not None
+    assert book.leave_out(LineReport(LEFT_OUT, (1, 1), {**entry, "step": 5})) is None, "the step is repeated"
+    assert book.leave_out(LineReport(LEFT_OUT, (1, 2), {**entry, "step": 5})) is not None

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from raysgd.callbacks import Checkpointing
 from raysgd.cli.main import main
+from raysgd.journal.entries import CHECKPOINT, GAP
 from raysgd.journal.journal import Journal, JournalWriter
 from raysgd.torch import TorchTrainer
 from tests.journal.made import DATA, HEADER, leg_line
@@ -58,8 +59,8 @@ def write_honest(folder: Path) -> list[Path]:
         data = {**DATA, "order": "shuffled", "num_samples": 4000, "rule": rule if number else None}
         writer.begin_leg(leg_line(after, consumed=after * 2, num_workers=3, window=2, data=data))
         write(folder / "workers" / "journal", range(after + 2, 640, 2))
-        writer.note_checkpoint("checkpoints/a.ckpt", after + 2)
-        writer.note_gap(after + 3, after + 5)
+        writer.note(CHECKPOINT, step=after + 2, location="checkpoints/a.ckpt")
+        writer.note(GAP, first_step=after + 3, last_step=after + 5)
     return [folder / name for name in ("replayed", "dataset", "stream", "workers")]
 
 
