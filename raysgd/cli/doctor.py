@@ -84,14 +84,12 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
     yield check_shared_memory()
     if "ray" not in versions:
         return
-    try:
-        with connected(address) as finding:
-            yield finding
-            yield from check_cluster()
+    with connected(address) as finding:
+        yield finding
+        if finding.level != "problem":
+            yield check_cluster()
             if self_test:
                 yield run_self_test_with(versions, packages)
-    except _NotConnectedError as error:
-        yield CheckResult("problem", f"cluster: {error}", _advice_on_connection(address))
 
 
 # ------------------------------------------------------------------------------------------------- this machine
@@ -256,10 +254,6 @@ def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
 # ------------------------------------------------------------------------------------------------- the cluster
 
 
-class _NotConnectedError(Exception):
-    """Raised if the connection to the Ray cluster failed."""
-
-
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
     """Connect to a Ray cluster for the duration of the block. Yield the result of the connection check.
@@ -269,9 +263,6 @@ def connected(address: str | None) -> Iterator[CheckResult]:
     Args:
         address: Address of the cluster. Default: the environment variable RAY_ADDRESS, otherwise start a cluster on
             this machine.
-
-    Raises:
-        _NotConnectedError: The connection failed.
     """
     import ray
 
@@ -280,10 +271,15 @@ def connected(address: str | None) -> Iterator[CheckResult]:
         return
     began = time.monotonic()
     address = address or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
+    if address is None:
+        num_cpus = max(_NUM_TEST_WORKERS, os.cpu_count() or 1)
+        options.update(address="local", num_cpus=num_cpus, include_dashboard=False)
     try:
-        _connect(address)
+        init_ray(**options)
     except Exception as error:  # Ray may raise anything
-        raise _NotConnectedError(_words(error)) from error
+        yield CheckResult("problem", f"cluster: {_words(error)}", _advice_on_connection(address))
+        return
     what = f"connected to {address}" if address else "started one on this machine for this check"
     try:
         yield CheckResult("ok", f"cluster: {what} in {time.monotonic() - began:.1f} s")
@@ -291,18 +287,8 @@ def connected(address: str | None) -> Iterator[CheckResult]:
         ray.shutdown()
 
 
-def _connect(address: str | None) -> None:
-    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if address is None:
-        num_cpus = max(_NUM_TEST_WORKERS, os.cpu_count() or 1)
-        options.update(address="local", num_cpus=num_cpus, include_dashboard=False)
-    else:
-        options.update(address=address)
-    init_ray(**options)
-
-
 def _advice_on_connection(address: str | None) -> str:
-    if address or os.environ.get("RAY_ADDRESS"):
+    if address:
         return (
             "Look at `ray status` on the head node. Both machines need the same versions of Ray and Python, and the "
             "same token: if the head node has a file `~/.ray/auth_token`, copy it here and run `export "
@@ -311,12 +297,12 @@ def _advice_on_connection(address: str | None) -> str:
     return "Stop processes of earlier clusters with `ray stop`, and look at the logs in /tmp/ray/session_latest/logs."
 
 
-def check_cluster() -> Iterator[CheckResult]:
+def check_cluster() -> CheckResult:
     """Report the total and the free resources of the cluster, and check that its CPUs are enough for two workers."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    yield finding_on_resources(len(nodes), ray.cluster_resources(), ray.available_resources())
+    return finding_on_resources(len(nodes), ray.cluster_resources(), ray.available_resources())
 
 
 def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
