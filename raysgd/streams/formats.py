@@ -332,14 +332,14 @@ class ParquetStream(TableStream):
     @cached_property
     def _row_groups(self) -> list[list[int]]:
         """For each file, the number of rows in each of its row groups."""
-        return [self._lengths_of(file) for file in self.files]
-
-    def _lengths_of(self, file: StreamFile) -> list[int]:
-        try:
-            with self._content(file) as content:
-                return _lengths(self._table(content))
-        except Exception as error:  # file systems may raise any exception
-            raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
+        lengths = []
+        for file in self.files:
+            try:
+                with self._content(file) as content:
+                    lengths.append(_lengths(self._table(content)))
+            except Exception as error:  # file systems may raise any exception
+                raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
+        return lengths
 
     def _table(self, content: Any) -> Any:
         """Open a Parquet file, and check that it has all columns that the user asked for.

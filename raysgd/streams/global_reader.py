@@ -56,12 +56,13 @@ class LaneEnds:
     Attributes:
         counts: Number of rows that global batches have taken from each lane. Counted from the start of the pass if the
             lengths of lanes are known, and otherwise from `begin`.
+        num_rows: Number of rows in all global batches of the pass so far.
     """
 
     def __init__(self, of_pass: StreamPass, begin: StreamPosition, watched: range, start_sum: StartSum) -> None:
         num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
         self._watched, self._start_sum = watched, start_sum
-        self._num_rows, self._turn = begin.num_rows, begin.turn
+        self.num_rows, self._turn = begin.num_rows, begin.turn
         self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # for each lane: rows dealt, and rows seen so far
         if self._is_known:
             self.counts, self._turn = deal(begin.num_rows, of_pass.lengths, turn=0)
@@ -139,7 +140,7 @@ class LaneEnds:
             look(2 * max(dealt) + 1)
             self.hear()
         self.counts, self._turn = after, turn
-        self._num_rows += sum(dealt)
+        self.num_rows += sum(dealt)
         return dealt
 
     def position(self) -> StreamPosition:
@@ -148,7 +149,7 @@ class LaneEnds:
         If the lengths of lanes are unknown, the position includes a position in each lane. These are computed from the
         positions that the ranks have exchanged.
         """
-        return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
+        return StreamPosition(self.num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
     @property
     def places(self) -> Sequence[Place]:
@@ -221,12 +222,10 @@ class GlobalReader:
         self._stream, self._shares, self._rank, self._pad = of_pass.stream, shares, rank, pad
         self._loading = loading
         self._ends = LaneEnds(of_pass, begin, watched, start_sum)
-        self._num_rows = begin.num_rows
         self._is_over = False
         self._has_rows, self._last_batch = False, None
         self._ordered: deque[_GlobalBatch] = deque()
-        self._num_orders = 0  # number of requests that the loader has not answered yet
-        self._made: deque[MadeBatches] = deque()
+        self._made: deque[MadeBatches] = deque()  # answers for the first of these global batches
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield the worker's batches for the rest of the pass."""
@@ -240,7 +239,7 @@ class GlobalReader:
                     self._deal()
                 if not self._ordered:
                     return
-                whole, made = self._ordered.popleft(), self._made.popleft() if self._made else self._receive()
+                whole, made = self._ordered.popleft(), self._made.popleft() if self._made else self._loading.receive()
                 if whole.num_seen:  # start the communication now, so that it runs while the worker trains
                     self._ends.see(whole.counts, whole.num_seen, made.found)
                 if whole.ends_pass and self._stream.skips:  # hear from all ranks, to include all skipped rows
@@ -263,18 +262,19 @@ class GlobalReader:
         If the pass has ended, request nothing.
         """
         stream, most, places = self._stream, self._shares.global_size, self._ends.places
-        wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
+        wanted = most if stream.limit is None else min(most, stream.limit - self._ends.num_rows)
         dealt = self._ends.deal(wanted, self._look)
         num_rows = sum(dealt)
         is_full = num_rows == most
         if not num_rows or (stream.drop_last and not is_full):
             self._is_over = True
             return
-        self._num_rows += num_rows
         self._is_over = not is_full or self._ends_here()
         num_seen = 0 if self._is_over and not stream.skips else self._ends.num_seen(self._rows_ahead)
         parts = self._shares.parts(num_rows, self._rank)
-        self._order(BatchOrder([self._wanted(dealt, start, stop) for start, stop, _ in parts], dealt, places, num_seen))
+        self._loading.order(
+            BatchOrder([self._wanted(dealt, start, stop) for start, stop, _ in parts], dealt, places, num_seen)
+        )
         after, counts = self._ends.position(), self._ends.counts
         self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
@@ -282,7 +282,7 @@ class GlobalReader:
         """Return True if it is known that the most recently requested global batch is the last of the pass."""
         stream, num_left = self._stream, self._ends.num_left
         if stream.limit is not None:
-            of_limit = stream.limit - self._num_rows
+            of_limit = stream.limit - self._ends.num_rows
             num_left = of_limit if num_left is None else min(num_left, of_limit)
         return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
 
@@ -299,14 +299,6 @@ class GlobalReader:
         self._has_rows = True
         return slices(dealt, start, stop)
 
-    def _order(self, order: BatchOrder) -> None:
-        self._loading.order(order)
-        self._num_orders += 1
-
-    def _receive(self) -> MadeBatches:
-        self._num_orders -= 1
-        return self._loading.receive()
-
     def _look(self, num_rows: int) -> None:
         """Look ahead in each lane that this worker watches, and send the other ranks how many rows are left.
 
@@ -314,10 +306,10 @@ class GlobalReader:
             num_rows: Number of rows to look ahead, after the rows of all global batches so far.
         """
         counts, places = self._ends.counts, self._ends.places
-        while self._num_orders:
-            self._made.append(self._receive())
-        self._order(BatchOrder((), [0] * len(counts), places, num_rows))
-        self._ends.see(counts, num_rows, self._receive().found)
+        while len(self._made) < len(self._ordered):
+            self._made.append(self._loading.receive())
+        self._loading.order(BatchOrder((), [0] * len(counts), places, num_rows))
+        self._ends.see(counts, num_rows, self._loading.receive().found)
 
     def _batches(self, whole: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
         for batch, (start, _, plan) in zip(made.batches, whole.parts, strict=True):

@@ -491,24 +491,18 @@ class _Reading:
         waiting = self._waiting.setdefault(first, deque())
         while waiting and waiting[0][0] < at:
             waiting.popleft()
-        return waiting.popleft() if waiting else self._read_to(first, at)
-
-    def _read_to(self, first: int, at: int) -> Numbered | None:
+        if waiting:
+            return waiting.popleft()
         for row in self.source:
             self._next = row[0] + 1
-            if row[0] >= at and row[0] % self._step == first:
+            own = row[0] % self._step
+            if row[0] >= at and own == first:
                 return row
-            self._keep(row)
+            if own in self._waiting:
+                self._waiting[own].append(row)
+                if len(self._waiting[own]) > self._num_kept:
+                    del self._waiting[own]  # keep no more rows for this lane, because it is too far behind
         return None
-
-    def _keep(self, row: Numbered) -> None:
-        first = row[0] % self._step
-        waiting = self._waiting.get(first)
-        if waiting is None:
-            return
-        waiting.append(row)
-        if len(waiting) > self._num_kept:
-            del self._waiting[first]  # keep no more rows for this lane, because it is too far behind
 
 
 LaneRow: TypeAlias = tuple[int, int, Any]
