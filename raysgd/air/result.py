@@ -20,7 +20,7 @@ from raysgd.core.imports import require
 from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
 from raysgd.core.numbers.results import flattened, value_at
 from raysgd.core.text.secrets import masked
-from raysgd.core.writers.files import report_in
+from raysgd.core.writers.sinks import report_in
 
 if TYPE_CHECKING:
     import pandas

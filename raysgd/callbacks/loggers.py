@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 from raysgd.callbacks.callback import Callback, Run, WritesFiles, given_path
 from raysgd.core.arguments import refuse_text
 from raysgd.core.history import readable
-from raysgd.core.writers.files import CsvTable, EventFile, JsonLines
 from raysgd.core.writers.services import CometRun, MLflowRun, ServiceRun, WandbRun
-from raysgd.core.writers.sink import SafeSink, Sink
+from raysgd.core.writers.sinks import CsvTable, EventFile, JsonLines, SafeSink, Sink
 
 _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 

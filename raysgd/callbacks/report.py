@@ -29,7 +29,7 @@ from raysgd.core.text import cards
 from raysgd.core.text.cards import safe
 from raysgd.core.text.log_lines import Once
 from raysgd.core.text.secrets import masked
-from raysgd.core.writers.sink import failures_warned
+from raysgd.core.writers.sinks import failures_warned
 
 if TYPE_CHECKING:
     from raysgd.core.engine.shared.group_events import GroupEvent

@@ -27,7 +27,7 @@ from raysgd.core.history.history import History
 from raysgd.core.text.cards import named_lines
 from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
-from raysgd.core.writers.files import report_in
+from raysgd.core.writers.sinks import report_in
 from raysgd.storage import Folder, open_folder
 
 _RUN = re.compile(r"run_\d{3,}")

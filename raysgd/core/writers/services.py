@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.core.imports import require
 from raysgd.core.numbers.results import flattened
 from raysgd.core.text.secrets import masked
-from raysgd.core.writers.sink import Sink
+from raysgd.core.writers.sinks import Sink
 
 
 class ServiceRun(Sink):

@@ -9,9 +9,8 @@ from typing import Any
 from raysgd.compat.names import former_names
 from raysgd.core.files import check_local
 from raysgd.core.text.secrets import masked
-from raysgd.core.writers.files import EventFile, JsonList
-from raysgd.core.writers.files import SafeFallbackEncoder as SafeFallbackEncoder
-from raysgd.core.writers.sink import RunInFolder, SafeSink, Sink
+from raysgd.core.writers.sinks import EventFile, JsonList, RunInFolder, SafeSink, Sink
+from raysgd.core.writers.sinks import SafeFallbackEncoder as SafeFallbackEncoder
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.core.text.log_lines import Once
-from raysgd.core.writers.sink import failures_warned
+from raysgd.core.writers.sinks import failures_warned
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor

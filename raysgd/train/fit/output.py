@@ -32,8 +32,7 @@ from raysgd.air.result import flattened
 from raysgd.air.trial import FitTrialView, TrialFolder
 from raysgd.core.files import replacing
 from raysgd.core.text.secrets import has_secret, masked
-from raysgd.core.writers.files import CsvTable, EventFile, JsonLines, as_json
-from raysgd.core.writers.sink import RunInFolder, SafeSink
+from raysgd.core.writers.sinks import CsvTable, EventFile, JsonLines, RunInFolder, SafeSink, as_json
 from raysgd.exceptions import failure_logged
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.core.numbers.ranking import BestCheckpoints, SavedCheckpoint, as_score
 from raysgd.core.text.log_lines import Once
 from raysgd.core.text.secrets import masked
-from raysgd.core.writers.sink import SafeSink
+from raysgd.core.writers.sinks import SafeSink
 from raysgd.exceptions import failure_logged
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.output import (

@@ -31,7 +31,7 @@ OTHERS = {
     "raysgd.core.connections.mesh.board": (1, "in a worker, between sockets"),
     "raysgd.core.connections.torch": (1, "in a worker, which ends with its Ray session"),
     "raysgd.core.engine.placement": (1, "in the actor `ReservationGuard`, which ends with its Ray session"),
-    "raysgd.core.writers.files": (1, "only files"),
+    "raysgd.core.writers.sinks": (1, "only files"),
     "raysgd.detached.call_log": (1, "in a detached trainer, which ends with its Ray session"),
     "raysgd.detached.process": (7, "in a detached trainer, which ends with its Ray session"),
     "raysgd.storage.owner": (1, "only files"),

@@ -14,8 +14,17 @@ import numpy as np
 import pytest
 
 from raysgd.core.text.log_lines import Once
-from raysgd.core.writers.files import CsvTable, EventFile, JsonLines, JsonList
-from raysgd.core.writers.sink import FileSink, RunInFolder, SafeSink, Sink, failures_warned
+from raysgd.core.writers.sinks import (
+    CsvTable,
+    EventFile,
+    FileSink,
+    JsonLines,
+    JsonList,
+    RunInFolder,
+    SafeSink,
+    Sink,
+    failures_warned,
+)
 from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events
 

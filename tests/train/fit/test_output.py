@@ -15,8 +15,7 @@ import pytest
 
 from raysgd.air.constants import CSV_LOGGER, JSON_LOGGER, TENSORBOARD_LOGGER
 from raysgd.air.result import read_reports
-from raysgd.core.writers.files import as_json
-from raysgd.core.writers.sink import SafeSink
+from raysgd.core.writers.sinks import SafeSink, as_json
 from raysgd.storage import open_folder
 from raysgd.train.fit.output import open_writers, shown_config, write_error
 from raysgd.train.fit.output import write_params as write_parameters
