@@ -10,10 +10,9 @@ from typing import Any
 
 from raysgd.core.text.secrets import masked
 from raysgd.storage import _filesystems, _uris
-from raysgd.storage._local import LocalFolder
 from raysgd.storage._retrying import limit_s
 from raysgd.storage._store import StoreFolder
-from raysgd.storage.folder import Folder
+from raysgd.storage.folder import Folder, LocalFolder
 
 
 def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argument: str = "path") -> Folder:

@@ -1,6 +1,6 @@
 """What every folder does, on a disk and in stores.
 
-Covers `raysgd.storage._local` and `raysgd.storage._store`, which are told apart only by what
+Covers `raysgd.storage.folder` and `raysgd.storage._store`, which are told apart only by what
 is below.
 """
 
