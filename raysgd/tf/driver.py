@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.core.arguments import check_kind, check_num_workers, check_operator_class
-from raysgd.core.arrays.data_kinds import kind_of
 from raysgd.core.arrays.user_data import CallData, kind_of
 from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster

@@ -148,7 +148,9 @@ class TFHostedOperator(hosted.HostedOperator):
     def edited_by(self, candidate: TFHostedOperator) -> registration.Rates:
         mine, other = self.operator, candidate.operator
         chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
-        present = registration.read_rates(mine._optimizers)  # the optimizer state of tf_keras does not include the rates
+        present = registration.read_rates(
+            mine._optimizers
+        )  # the optimizer state of tf_keras does not include the rates
         wanted = [rate if new == old else new for (old, new), rate in zip(chosen, present, strict=True)]
         return registration.differing_rates(registration.read_rates(other._optimizers), wanted)
 
