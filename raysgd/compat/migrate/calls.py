@@ -47,7 +47,6 @@ RENAMED = _by_function("renamed: ")
 RETIRED = _by_function("retired: ")
 """For each Ray function, the arguments that current Ray no longer accepts, each with advice on what to do instead."""
 _TRIALS, _ABSOLUTE = (set(_TABLES["names"][title].split()) for title in ("trials", "absolute"))
-_EXPANDING = "os.path.expanduser"
 _REMOTE = "ray.remote"
 
 _CREATORS = ("model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator")
@@ -120,7 +119,8 @@ class Datasets:
             value: The value that is assigned.
         """
         kind = self.kind_of(value)
-        parts = self._kind_of_parts(value)
+        makes_parts = isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute)
+        parts = self.kind_of(value.func.value) if makes_parts and value.func.attr.value in _PARTS else None
         for target in targets:
             if isinstance(target, cst.Tuple | cst.List):
                 for element in target.elements:
@@ -144,11 +144,6 @@ class Datasets:
         if any(name.endswith(_SHARD) for name in names):
             return "shard"
         if isinstance(value.func, cst.Attribute) and value.func.attr.value in _SAME.split():
-            return self.kind_of(value.func.value)
-        return None
-
-    def _kind_of_parts(self, value: cst.BaseExpression) -> Kind | None:
-        if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and value.func.attr.value in _PARTS:
             return self.kind_of(value.func.value)
         return None
 
@@ -242,31 +237,21 @@ class Calls:
         return changed
 
     def _with_absolute(self, arg: cst.Arg) -> cst.Arg:
-        """Wrap the value of an argument `storage_path` in a call that makes the path absolute, as current Ray requires.
-
-        Other arguments, and values that are already absolute or None, are returned unchanged.
-        """
-        if name_of(arg) != "storage_path":
+        """Make the path in an argument `storage_path` absolute, because current Ray takes no relative paths."""
+        value = arg.value
+        text = value.evaluated_value if isinstance(value, cst.SimpleString) else None
+        is_absolute = isinstance(text, str) and (text.startswith("/") or "://" in text)
+        functions = self._names_of(value.func) if isinstance(value, cst.Call) else set()
+        if name_of(arg) != "storage_path" or is_absolute or functions & _ABSOLUTE or _is_none(value):
             return arg
-        value, function = arg.value, "os.path.abspath({})"
-        if isinstance(value, cst.SimpleString) and isinstance(text := value.evaluated_value, str):
-            if text.startswith("/") or "://" in text:
-                return arg
-            function = "os.path.expanduser({})" if text.startswith("~") else function
-        elif (isinstance(value, cst.Call) and self._names_of(value.func) & _ABSOLUTE) or _is_none(value):
-            return arg
-        elif isinstance(value, cst.Call) and _EXPANDING in self._names_of(value.func):
-            if _starts_at_home(value):
-                return arg
-        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # the value may be None when the program runs
-            function = "{} and os.path.abspath(os.path.expanduser({}))"
-        else:
-            function = "os.path.abspath(os.path.expanduser({}))"
         self.needs.add("os")
-        return arg.with_changes(value=helpers.parse_template_expression(function.replace("{}", "{value}"), value=value))
+        may_be_none = isinstance(value, cst.Name | cst.Attribute | cst.Subscript)
+        expanded = "{value}" if "os.path.expanduser" in functions else "os.path.expanduser({value})"
+        template = "{value} and " * may_be_none + f"os.path.abspath({expanded})"
+        return arg.with_changes(value=helpers.parse_template_expression(template, value=value))
 
     def _of_trainer(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        args = new.args
+        args: Sequence[cst.Arg] = new.args
         for arg in args:
             if advice := _TABLES["arguments of TorchTrainer"].get(name_of(arg) or ""):
                 text = f"`{name_of(arg)}` is no argument of `TorchTrainer` any more: {advice}"
@@ -280,8 +265,9 @@ class Calls:
             advice = "`TorchTrainer` takes its arguments by name only: name each, and run this again"
             self._tell(old, advice, is_error=True)
             return new
-        after = self._with_batch_size(self._with_operator(_with_num_workers(args)))
-        return new.with_changes(args=after)
+        if _named(args, "num_workers") is None:
+            args = [_renamed(arg, "num_replicas", "num_workers") for arg in args]
+        return new.with_changes(args=self._with_batch_size(self._with_operator(args)))
 
     def _with_operator(self, args: Sequence[cst.Arg]) -> Sequence[cst.Arg]:
         """Replace a trainer's creator functions, such as `model_creator`, with the argument `training_operator_cls`.
@@ -462,24 +448,12 @@ def _keys_of_results(source: str) -> dict[str, str]:
     return {name: now for name, now in keys if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 
-def _with_num_workers(args: Sequence[cst.Arg]) -> Sequence[cst.Arg]:
-    has_new_name = _named(args, "num_workers") is not None
-    return args if has_new_name else [_renamed(arg, "num_replicas", "num_workers") for arg in args]
-
-
 def _renamed(arg: cst.Arg, old: str, new: str) -> cst.Arg:
     return arg.with_changes(keyword=cst.Name(new)) if name_of(arg) == old else arg
 
 
 def _is_none(value: cst.BaseExpression) -> bool:
     return isinstance(value, cst.Name) and value.value == "None"
-
-
-def _starts_at_home(call: cst.Call) -> bool:
-    """Return True for a call such as `expanduser("~/results")`, which returns an absolute path."""
-    path = call.args[0].value if call.args else None
-    value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
-    return isinstance(value, str) and value.startswith(("~", "/"))
 
 
 def _is_without_ending(args: Sequence[cst.Arg]) -> bool:

@@ -73,7 +73,6 @@ class OldNames(cst.CSTTransformer):
         self.trainers_of_ray: dict[str, int] = {}
         self.has_trainers = False
         self._for_a_person: list[list[str]] = []
-        self._lost: list[list[str]] = []
         self._comments = {line.strip() for line in source.splitlines() if line.lstrip().startswith(_COMMENT)}
         self._methods: dict[cst.CSTNode, str] = {}
 
@@ -81,7 +80,6 @@ class OldNames(cst.CSTTransformer):
         """When the visit enters a statement, start to collect the comments that will be inserted above it."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
-            self._lost.append([])
             if node in self._methods:
                 self._tell(node, self._methods[node], is_error=True)
         return super().on_visit(node)
@@ -97,10 +95,11 @@ class OldNames(cst.CSTTransformer):
             return left
         comments = dict.fromkeys(f"{_COMMENT} {text}" for text in self._for_a_person.pop())
         said = [text for text in comments if text not in self._comments]
-        new = [cst.EmptyLine(comment=cst.Comment(text)) for text in [*self._lost.pop(), *said]]
+        lines: list[Any] = [*left] if isinstance(left, cst.FlattenSentinel) else [left]
+        lost = (_comments_in(original_node) - _comments_in(*lines)).elements()
+        new = [cst.EmptyLine(comment=cst.Comment(text)) for text in [*lost, *said]]
         if not new:
             return left
-        lines: list[Any] = [*left] if isinstance(left, cst.FlattenSentinel) else [left]
         where = next((at for at, line in enumerate(lines) if "ray." in cst.Module([line]).code), 0)
         lines[where] = lines[where].with_changes(leading_lines=[*lines[where].leading_lines, *new])
         return cst.FlattenSentinel(lines) if len(lines) > 1 else lines[0]
@@ -118,7 +117,6 @@ class OldNames(cst.CSTTransformer):
         body: list[cst.BaseSmallStatement] = []
         for statement in updated_node.body:
             body += self._rewritten(statement, original_node)
-        self._lost[-1] += lost_comments(updated_node.body, body)
         if len(body) == len(updated_node.body):
             return updated_node.with_changes(body=body)
         first, *others = (each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in body)
@@ -131,7 +129,6 @@ class OldNames(cst.CSTTransformer):
     ) -> cst.SimpleStatementSuite:
         """Rewrite the imports that follow a colon on the same line, as in `try: import ray`."""
         body = [each for statement in updated_node.body for each in self._rewritten(statement, original_node)]
-        self._lost[-1] += lost_comments(updated_node.body, body)
         if len(body) > len(updated_node.body):
             body = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in body]
         return updated_node.with_changes(body=body)
@@ -191,7 +188,7 @@ class OldNames(cst.CSTTransformer):
                 changed = True
                 self.dropped_ray |= alias.asname is None and not new.startswith("ray.")
                 aliases.append(alias.with_changes(name=_dotted(new)))
-        return [statement.with_changes(names=_unique(aliases))] if changed else [statement]
+        return [statement.with_changes(names=aliases)] if changed else [statement]
 
     def _rewritten_from(
         self, statement: cst.ImportFrom, module: str, line: cst.CSTNode
@@ -249,15 +246,10 @@ class OldNames(cst.CSTTransformer):
         if place is None or new is None:
             return updated_node
         self.needs.add(place.module)
-        dotted = _dotted(new).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
-        self._lost[-1] += lost_comments([updated_node], [dotted])
-        return dotted
+        return _dotted(new).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        call = self._calls.rewritten(original_node, updated_node)
-        if call is not updated_node:
-            self._lost[-1] += lost_comments([updated_node], [call])
-        return call
+        return self._calls.rewritten(original_node, updated_node)
 
     def _moved(self, node: cst.Attribute) -> NewPlace | None:
         """Return the table's entry for an old name if the dotted name itself must be rewritten.
@@ -317,13 +309,8 @@ class OldNames(cst.CSTTransformer):
             self._for_a_person[-1].append(text)
 
 
-def lost_comments(before: Sequence[cst.CSTNode], after: Sequence[cst.CSTNode]) -> list[str]:
-    """Return the comments in the original nodes `before` that are missing in the nodes `after` that replace them."""
-    old, new = (
-        Counter(comment.value for node in nodes for comment in matchers.findall(node, matchers.Comment()))
-        for nodes in (before, after)
-    )
-    return list((old - new).elements())
+def _comments_in(*nodes: cst.CSTNode) -> Counter[str]:
+    return Counter(comment.value for node in nodes for comment in matchers.findall(node, matchers.Comment()))
 
 
 @cache
@@ -364,12 +351,3 @@ def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallSt
     if module:
         return cst.ImportFrom(module=_dotted(module), names=names)
     return cst.Import(names=[name if name.asname is not None else name.with_changes(asname=None) for name in names])
-
-
-def _unique(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
-    """Return the names of an import statement, and remove duplicates such as in `import raysgd, raysgd`."""
-    seen: dict[str, cst.ImportAlias] = {}
-    for alias in aliases:
-        seen.setdefault(cst.Module([]).code_for_node(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)), alias)
-    kept = list(seen.values())
-    return [*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
