@@ -8,12 +8,12 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict, TypeVar
 
 from raysgd.air.checkpoint import Checkpoint, checkpoint_at
 from raysgd.air.checkpoint import checked_metadata as checked_dict
@@ -52,6 +52,18 @@ _NOT_RAYS_TUNER = (
 TrainerType = TypeVar("TrainerType", bound="BaseTrainer")
 GenDataset = Callable[[], Any] | Any
 """A dataset, or a function that returns a dataset."""
+
+
+class TrainerOptions(TypedDict, total=False):
+    """Arguments of `BaseTrainer` that its subclasses pass on to it."""
+
+    scaling_config: ScalingConfig | None
+    run_config: RunConfig | None
+    datasets: Mapping[str, Any] | None
+    preprocessor: Any
+    metadata: dict[str, Any] | None
+    resume_from_checkpoint: Checkpoint | None
+    detached: str | Detached | None
 
 
 @hide_library_frames
@@ -114,7 +126,7 @@ class BaseTrainer(Detachable, ABC):
         detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
-        known = BaseTrainer.__init__.__annotations__
+        known = [name for each in type(self).__mro__ for name in getattr(each.__init__, "__annotations__", ())]
         refuse_unknown(type(self).__name__, unknown, known, scaling_config=ScalingConfig, run_config=RunConfig)
         self.scaling_config = checked_scaling(scaling_config)
         self.run_config: RunConfig = checked_config("run_config", run_config, RunConfig)
@@ -238,8 +250,19 @@ class BaseTrainer(Detachable, ABC):
         Raises:
             ValueError: An option is missing or not allowed, or options contradict each other.
         """
-        check_allowed(self.scaling_config, self._scaling_config_allowed_keys, type(self).__name__)
-        check_is_left_to_function(self.run_config)
+        allowed = self._scaling_config_allowed_keys
+        forbidden = [name for name in own_values(self.scaling_config) if name not in allowed]
+        if forbidden:
+            raise ValueError(
+                f"`scaling_config` sets {', '.join(f'`{name}`' for name in forbidden)}, which `{type(self).__name__}` "
+                f"does not use. Available: {', '.join(f'`{name}`' for name in allowed)}."
+            )
+        for name in ("checkpoint_frequency", "checkpoint_at_end"):
+            if value := getattr(self.run_config.checkpoint_config, name):
+                raise ValueError(
+                    f"`CheckpointConfig({name}={value!r})`: your function decides when to save, with "
+                    "`report(metrics, checkpoint=...)`. Leave it out."
+                )
 
     def _settle_gpus(self) -> None:
         """Replace `use_gpu="auto"` in the scaling config by what the GPUs of the cluster allow."""
@@ -249,7 +272,7 @@ class BaseTrainer(Detachable, ABC):
         bundle = self.scaling_config.trainer_bundle
         needs = ScalingConfig(num_workers=1, resources_per_worker=bundle, use_gpu=bool(bundle.get("GPU")))
         assert self._job is not None, "`fit` sets it"
-        FitRun(self._job, partial(_run_loop, self), BackendConfig(), needs).run()
+        FitRun(self._job, partial(run_loop, self), BackendConfig(), needs).run()
 
     @property
     def _trial_config(self) -> dict[str, Any]:
@@ -316,7 +339,7 @@ def _on_one_line(value: Any) -> str:
     return f"<{type(value).__name__}>" if "\n" in text else text
 
 
-def _run_loop(trainer: BaseTrainer) -> None:
+def run_loop(trainer: BaseTrainer) -> None:
     """Run the `training_loop` of a trainer. Called in the worker."""
     trainer.setup()
     trainer.preprocess_datasets()
@@ -374,35 +397,6 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
         ValueError: `metadata` cannot be represented in JSON.
     """
     return {} if metadata is None else json.loads(json.dumps(dict(checked_dict(metadata))))
-
-
-def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: str) -> None:
-    """Check that a `ScalingConfig` sets only fields that a class of trainers uses.
-
-    Raises:
-        ValueError: The config sets other fields.
-    """
-    forbidden = [name for name in own_values(scaling) if name not in allowed]
-    if forbidden:
-        raise ValueError(
-            f"`scaling_config` sets {', '.join(f'`{name}`' for name in forbidden)}, which `{trainer_name}` does not "
-            f"use. Available: {', '.join(f'`{name}`' for name in allowed)}."
-        )
-
-
-def check_is_left_to_function(run_config: RunConfig) -> None:
-    """Check that a `RunConfig` sets no schedule for checkpoints, because the training function decides when to save.
-
-    Raises:
-        ValueError: `checkpoint_frequency` or `checkpoint_at_end` is set.
-    """
-    for name in ("checkpoint_frequency", "checkpoint_at_end"):
-        value = getattr(run_config.checkpoint_config, name)
-        if value:
-            raise ValueError(
-                f"`CheckpointConfig({name}={value!r})`: your function decides when to save, with "
-                "`report(metrics, checkpoint=...)`. Leave it out."
-            )
 
 
 def check_is_shared(folder: Folder) -> None:

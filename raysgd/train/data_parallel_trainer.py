@@ -10,22 +10,18 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import DatasetConfig, RunConfig, ScalingConfig, checked_config
-from raysgd.core.arguments import refuse_unknown
+from raysgd.air.config import DatasetConfig, ScalingConfig, checked_config
 from raysgd.train._workers import check_elastic
 from raysgd.train.backend import BackendConfig, resolve
-from raysgd.train.base_trainer import BaseTrainer, TrainerType
+from raysgd.train.base_trainer import BaseTrainer, TrainerOptions, TrainerType, run_loop
 from raysgd.train.fit.data import OWN_CONFIG, merged_config, prepared
 from raysgd.train.fit.run import FitRun, num_restarts
 from raysgd.train.utils import without_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from raysgd.detached.protocol import Detached
 
 __all__ = ["DataParallelTrainer", "HorovodTrainer", "TensorflowTrainer", "TorchTrainer"]
 
@@ -84,26 +80,10 @@ class DataParallelTrainer(BaseTrainer):
         *,
         train_loop_config: Mapping[str, Any] | None = None,
         backend_config: BackendConfig | None = None,
-        scaling_config: ScalingConfig | None = None,
         dataset_config: Any = None,
-        run_config: RunConfig | None = None,
-        datasets: Mapping[str, Any] | None = None,
-        metadata: dict[str, Any] | None = None,
-        preprocessor: Any = None,
-        resume_from_checkpoint: Checkpoint | None = None,
-        detached: str | Detached | None = None,
-        **unknown: NoReturn,
+        **options: Unpack[TrainerOptions],
     ) -> None:
-        known = DataParallelTrainer.__init__.__annotations__
-        refuse_unknown(type(self).__name__, unknown, known, scaling_config=ScalingConfig, run_config=RunConfig)
-        super().__init__(
-            scaling_config=scaling_config,
-            run_config=run_config,
-            datasets=datasets,
-            preprocessor=preprocessor,
-            metadata=metadata,
-            resume_from_checkpoint=resume_from_checkpoint,
-        )
+        super().__init__(**options)
         if self.scaling_config.num_workers is None:
             self.scaling_config = replace(self.scaling_config, num_workers=1)
         without_arguments(train_loop_per_worker, None, "train_loop_per_worker", "train_loop_config")
@@ -171,26 +151,17 @@ class DataParallelTrainer(BaseTrainer):
         self.scaling_config = self.scaling_config.with_gpus_chosen(self._backend_config.view_of_driver())
 
     def _train(self) -> None:
-        self.setup()
-        self.preprocess_datasets()
-        self.training_loop()
+        run_loop(self)
 
     @property
     def _trial_config(self) -> dict[str, Any]:
         return {"train_loop_config": dict(self._loop_config)} if isinstance(self._loop_config, Mapping) else {}
 
 
-class FurtherOptions(TypedDict, total=False):
-    """The keyword arguments that `TorchTrainer` and the other trainers of this module pass to `DataParallelTrainer`."""
+class FurtherOptions(TrainerOptions, total=False):
+    """Arguments of `DataParallelTrainer` that `TorchTrainer` and the other trainers pass on to it."""
 
-    scaling_config: ScalingConfig | None
     dataset_config: Any
-    run_config: RunConfig | None
-    datasets: Mapping[str, Any] | None
-    metadata: dict[str, Any] | None
-    preprocessor: Any
-    resume_from_checkpoint: Checkpoint | None
-    detached: str | Detached | None
 
 
 class TorchTrainer(DataParallelTrainer):
