@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,6 @@ class Result:
         best_checkpoints: The retained checkpoints, including the newest, each with the metrics that were reported with
             it. `fit()` orders them from worst to best. `from_path` orders them from oldest to newest, because the
             folder does not record which metric ranks them. To rank them, call `get_best_checkpoint`.
-        reports: All reports of rank 0. None if they must be read from the folder.
         return_value: Return value of the training function on rank 0, if it is plain data: numbers, strings, numeric
             arrays, and lists and dicts of these. None for other values, and if the result is read from a folder.
     """
@@ -55,7 +54,6 @@ class Result:
     error: Exception | None = None
     folder: Folder | None = None
     best_checkpoints: list[Kept] = field(default_factory=list)
-    reports: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
     return_value: Any = None
     _dataframe: Any = field(default=None, repr=False, compare=False)
 
@@ -94,13 +92,9 @@ class Result:
         """
         if self._dataframe is None:
             frames = require("pandas", extra="data", purpose="`Result.metrics_dataframe`")
-            self._dataframe = frames.DataFrame([flattened(each) for each in self._all_reports()])
+            reports = [] if self.folder is None else read_reports(self.folder)
+            self._dataframe = frames.DataFrame([flattened(each) for each in reports])
         return self._dataframe
-
-    def _all_reports(self) -> Sequence[Mapping[str, Any]]:
-        if self.reports is not None or self.folder is None:
-            return self.reports or []
-        return read_reports(self.folder)
 
     def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint:
         """Return the best of the retained checkpoints.

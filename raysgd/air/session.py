@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from raysgd.air.config import ScalingConfig
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from raysgd.air.checkpoint import Checkpoint
 
 T = TypeVar("T")
+
+_METRIC = Number | str | None
 
 __all__ = [
     "get_checkpoint",
@@ -88,9 +91,6 @@ class RunningSession(Protocol):
     @property
     def world(self) -> World:
         """This worker's rank and the number of workers."""
-
-    def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the user called `report(metrics=..., checkpoint=...)`, False if each keyword is a metric."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Send metrics to the driver, optionally with a checkpoint."""
@@ -270,7 +270,8 @@ def report(*args: Any, **kwargs: Any) -> None:
         ValueError: An option is not supported.
     """
     session = current_session()
-    is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
+    names_both = isinstance(kwargs.get("metrics"), Mapping) or not isinstance(kwargs.get("checkpoint"), _METRIC)
+    is_one_dict = bool(args) or (names_both and session is not None and session.facts is not None)
     metrics, checkpoint, options = _arguments_of(*args, **kwargs) if is_one_dict else (kwargs, None, None)
     if (tune := tune_here()) is not None:
         report_to(tune, metrics, checkpoint)

@@ -38,11 +38,6 @@ from raysgd.train._worker.shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, as_place, load_checkpoint
-from raysgd.train.constants import (
-    ALL_RESERVED_KEYS,
-    BASIC_AUTOFILLED_KEYS,
-    DETAILED_AUTOFILLED_KEYS,
-)
 from raysgd.train.executor import RunsFunctions
 from raysgd.train.utils import construct_path, without_arguments
 from raysgd.train.worker_group import WorkerHandle
@@ -58,7 +53,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _NOT_OF_TRIALS = {"backend", "logdir", "max_retries", "spare_workers", "detached", "unknown", "return"}
-_RESERVED = ALL_RESERVED_KEYS | BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS
+_RESERVED = constants.ALL_RESERVED_KEYS | constants.BASIC_AUTOFILLED_KEYS | constants.DETAILED_AUTOFILLED_KEYS
 _OBSTACLE = (
     "`run.stop` cannot end a run of `raysgd.train.Trainer`: the function decides when it returns. Let it return, or "
     "use `TorchTrainer(train_loop_per_worker, run_config=RunConfig(callbacks=[...])).fit()` of `raysgd.train.torch`."

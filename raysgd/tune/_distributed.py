@@ -7,10 +7,10 @@ import inspect
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from raysgd import train
+from raysgd.air.checkpoint import Checkpoint
 from raysgd.core import arguments as checks
 from raysgd.train._tune import make_trainable
 from raysgd.train.backend import BackendConfig
@@ -86,13 +86,7 @@ def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
     _running.append(func)
     try:
         saved = train.load_checkpoint()
-        if not saved:
-            return func(config, checkpoint_dir=None)
-        with tempfile.TemporaryDirectory() as folder:
-            for name, content in saved[_FILES].items():
-                path = Path(folder, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
+        with Checkpoint.from_dict(saved[_FILES]).as_directory() if saved else contextlib.nullcontext() as folder:
             return func(config, checkpoint_dir=folder)
     finally:
         _running.remove(func)
@@ -117,8 +111,6 @@ def distributed_checkpoint_dir(step: int, disable: bool = False) -> Iterator[str
     """
     with tempfile.TemporaryDirectory() as folder:
         yield folder
-        if disable:
-            return
-        files = [path for path in Path(folder).rglob("*") if path.is_file()] if train.world_rank() == 0 else []
-        content = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-        train.save_checkpoint(step=step, **{_FILES: content})
+        if not disable:
+            content = Checkpoint.from_directory(folder).to_dict() if train.world_rank() == 0 else {}
+            train.save_checkpoint(step=step, **{_FILES: content})

@@ -61,7 +61,6 @@ class TestResult:
         assert list(frame["loss"]) == [3.0, 1.0, 2.0]
         assert list(frame["config/train_loop_config/lr"]) == [0.1] * 3
         assert math.isnan(frame["val/loss"][0])
-        assert Result({}, None, reports=[{"a": 1}, {"a": 2}]).metrics_dataframe["a"].sum() == 3
 
     def test_it_pickles(self, trial: Path) -> None:
         result = pickle.loads(pickle.dumps(Result.from_path(trial)))

@@ -24,6 +24,7 @@ from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgre
 from raysgd.core.state.state_codec import EncodedState, StateEncoder, decode
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import TrainBackendError
+from raysgd.train import constants
 from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import (
     CheckpointRef,
@@ -39,16 +40,6 @@ from raysgd.train._worker.messages import (
     is_mere_report,
 )
 from raysgd.train._worker.shards import StreamPart, with_to_torch
-from raysgd.train.constants import (
-    DATE,
-    HOSTNAME,
-    NODE_IP,
-    PID,
-    TIME_THIS_ITER_S,
-    TIME_TOTAL_S,
-    TIMESTAMP,
-    TRAINING_ITERATION,
-)
 
 _NEXT_MESSAGE_S = 1.0  # how long to wait for the next message of a function that is being stopped
 
@@ -475,13 +466,6 @@ class Session:
         """Return the exception to raise: the function's own exception, or a replacement that gives advice."""
         return error if self._spec.explain is None else self._spec.explain(error)
 
-    def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords are arguments of `report` itself, False if each keyword is a metric.
-
-        In functions that `Trainer` runs, each keyword is a metric.
-        """
-        return False
-
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
@@ -614,7 +598,7 @@ class Session:
         return CheckpointRef(score, token=self._pending_checkpoints.keep(encoded))
 
     def _content(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        return {**checkpoint, TIMESTAMP: int(time.time())}
+        return {**checkpoint, constants.TIMESTAMP: int(time.time())}
 
     def _packed(self, data: Any) -> Any:
         """Return metrics in the form in which they are sent: unchanged if all values are plain, else encoded."""
@@ -626,10 +610,10 @@ class Session:
         """Return a report's metrics, with the values that raysgd adds to every report."""
         now = time.monotonic()
         self.iteration += 1
-        metrics.setdefault(TIME_THIS_ITER_S, now - self._last_report)
+        metrics.setdefault(constants.TIME_THIS_ITER_S, now - self._last_report)
         self._last_report = now
-        metrics[TIMESTAMP] = int(time.time())
-        metrics[TRAINING_ITERATION] = self.iteration
+        metrics[constants.TIMESTAMP] = int(time.time())
+        metrics[constants.TRAINING_ITERATION] = self.iteration
         return {**metrics, **self._details()}
 
     def _details(self) -> dict[str, Any]:
@@ -637,11 +621,11 @@ class Session:
         if not self._spec.is_detailed:
             return {}
         return {
-            DATE: time.strftime("%Y-%m-%d_%H-%M-%S"),
-            HOSTNAME: socket.gethostname(),
-            NODE_IP: node_ip(),
-            PID: os.getpid(),
-            TIME_TOTAL_S: time.monotonic() - self._began,
+            constants.DATE: time.strftime("%Y-%m-%d_%H-%M-%S"),
+            constants.HOSTNAME: socket.gethostname(),
+            constants.NODE_IP: node_ip(),
+            constants.PID: os.getpid(),
+            constants.TIME_TOTAL_S: time.monotonic() - self._began,
         }
 
 

@@ -11,16 +11,9 @@ from raysgd.core.files import check_local
 from raysgd.core.text.secrets import masked
 from raysgd.core.writers.sinks import EventFile, JsonList, RunInFolder, SafeSink, Sink
 from raysgd.core.writers.sinks import SafeFallbackEncoder as SafeFallbackEncoder
+from raysgd.train import constants
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
-from raysgd.train.constants import (
-    PID,
-    RESULT_FILE_JSON,
-    TIME_TOTAL_S,
-    TIMESTAMP,
-    TRAIN_CHECKPOINT_SUBDIR,
-    TRAINING_ITERATION,
-)
 
 
 class LogdirManager:
@@ -97,7 +90,7 @@ class _SinkCallback(TrainingCallback):
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         [result] = results
-        self._sink.write(result, result[TRAINING_ITERATION])
+        self._sink.write(result, result[constants.TRAINING_ITERATION])
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         self._sink.close(has_failed=error)
@@ -114,7 +107,7 @@ class JsonLoggerCallback(_SinkCallback):
         workers_to_log: A rank, several ranks, or None for all.
     """
 
-    _default_filename = RESULT_FILE_JSON
+    _default_filename = constants.RESULT_FILE_JSON
 
     def __init__(
         self,
@@ -143,7 +136,7 @@ class TBXLoggerCallback(_SinkCallback):
     """
 
     VALID_SUMMARY_TYPES = EventFile.VALID_SUMMARY_TYPES
-    IGNORE_KEYS = frozenset({PID, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION})
+    IGNORE_KEYS = frozenset({constants.PID, constants.TIMESTAMP, constants.TIME_TOTAL_S, constants.TRAINING_ITERATION})
 
     def __init__(self, logdir: str | None = None, worker_to_log: int = 0) -> None:
         sink = EventFile("", "ray/train", flushes=True, purpose="`TBXLoggerCallback`")
@@ -208,7 +201,7 @@ class MLflowLoggerCallback(_SinkCallback):
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         with self._sink.warns():
-            checkpoints = self.logdir / TRAIN_CHECKPOINT_SUBDIR
+            checkpoints = self.logdir / constants.TRAIN_CHECKPOINT_SUBDIR
             if self._save_artifact and checkpoints.is_dir():
                 self._run.add_folder(checkpoints)
         super().finish_training(error=error)

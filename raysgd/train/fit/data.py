@@ -84,8 +84,18 @@ class DataConfig:
         hints = worker_node_ids if self._enable_shard_locality else None
         shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
-            dataset = with_execution_options(dataset, self._options_of(name))
-            for shard, part in zip(shards, self._parts(name, dataset, world_size, hints), strict=True):
+            options = self._execution_options
+            options = options.get(name) if isinstance(options, Mapping) else options
+            if options is not None and is_of_ray(dataset):
+                dataset = with_own_options(dataset)
+                dataset.context.execution_options = options
+            if not self.splits(name):
+                parts = [dataset.iterator() if is_of_ray(dataset) else dataset] * world_size
+            elif is_of_ray(dataset):
+                parts = dataset.streaming_split(world_size, equal=True, locality_hints=hints)
+            else:
+                parts = divided(dataset, world_size)
+            for shard, part in zip(shards, parts, strict=True):
                 shard[name] = part
         return shards
 
@@ -107,15 +117,6 @@ class DataConfig:
     def splits(self, name: str) -> bool:
         """Return True if the dataset with this name is sharded across the workers."""
         return self._datasets_to_split == "all" or name in self._datasets_to_split
-
-    def _parts(self, name: str, dataset: Any, num_workers: int, hints: list[str] | None) -> list[Any]:
-        if self.splits(name):
-            return _divided(dataset, num_workers, hints)
-        return [dataset.iterator() if is_of_ray(dataset) else dataset] * num_workers
-
-    def _options_of(self, name: str) -> Any:
-        options = self._execution_options
-        return options.get(name) if isinstance(options, Mapping) else options
 
 
 class DatasetShards(DividedData):
@@ -252,26 +253,8 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
     return {name: _shuffled(dataset, by_name[name]) for name, dataset in made.items()}
 
 
-def with_execution_options(dataset: Any, options: Any) -> Any:
-    """Return a copy of a Ray Data dataset with other execution options.
-
-    If `options` is None or this is not a Ray Data dataset, return the dataset unchanged.
-    """
-    if options is None or not is_of_ray(dataset):
-        return dataset
-    own = with_own_options(dataset)
-    own.context.execution_options = options
-    return own
-
-
 def _config_of(name: str, configs: Mapping[str, DatasetConfig]) -> DatasetConfig:
     return configs.get(name) or configs.get(WILDCARD_KEY) or DatasetConfig()
-
-
-def _divided(dataset: Any, num_workers: int, hints: list[str] | None) -> list[Any]:
-    if is_of_ray(dataset):
-        return list(dataset.streaming_split(num_workers, equal=True, locality_hints=hints))
-    return divided(dataset, num_workers)
 
 
 def _check_can_be_divided(name: str, dataset: Any, config: DataConfig) -> None:

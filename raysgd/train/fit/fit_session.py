@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +108,6 @@ class FitSession(Session):
             self.mailbox.await_request()  # the driver commits the checkpoint before it requests the next message
         return self._newest
 
-    def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords are arguments of `report` itself, False if each keyword is a metric.
-
-        The values of `metrics` and `checkpoint` decide this.
-        """
-        has_checkpoint = not isinstance(keywords.get("checkpoint"), Number | str | None)
-        return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
-
     def ask(self, name: str, data: Any = None) -> Any:
         """Wait until the last reported checkpoint is stored, then ask the driver a question and return its answer."""
         self._await_upload()
@@ -157,7 +148,8 @@ class FitSession(Session):
             return
         content = checkpoint.to_dict()
         self._newest = Checkpoint.from_dict(content) if options.deletes else checkpoint
-        self._send(data, {**content, **_metadata_of(checkpoint)})
+        metadata = checkpoint.get_metadata()
+        self._send(data, {**content, METADATA_KEY: metadata} if metadata else content)
         self._delete_local(checkpoint, options)
 
     def _await_upload(self) -> None:
@@ -247,12 +239,6 @@ def names_in(folder: Path) -> tuple[str, ...]:
     """Return the paths of all files in a folder and its subfolders, relative to the folder, with forward slashes."""
     paths = (Path(above, name) for above, _, names in os.walk(folder, followlinks=True) for name in names)
     return tuple(path.relative_to(folder).as_posix() for path in paths)
-
-
-def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a dict with a checkpoint's metadata under `METADATA_KEY`, or an empty dict if it has no metadata."""
-    metadata = checkpoint.get_metadata()
-    return {METADATA_KEY: metadata} if metadata else {}
 
 
 def _opened(checkpoint: Checkpoint | Folder | dict[str, Any] | None) -> Checkpoint | None:

@@ -185,7 +185,14 @@ class Recorder:
             self._callbacks.end_run(error)
         finally:
             self._close(has_failed=error is not None)
-        return self._result(error)
+        return Result(
+            metrics=dict(self._trial.last_result) if self._trial.has_reported_at_least_once else None,
+            checkpoint=self._checkpoints.latest,
+            error=error if isinstance(error, Exception) else None,
+            folder=self._folder.trial,
+            best_checkpoints=self._checkpoints.best,
+            return_value=self.returned,
+        )
 
     # -------------------------------------------------------------------------------------------------------- its parts
 
@@ -257,16 +264,6 @@ class Recorder:
         """Write the trial's name and status to `run.json`, which `restore` reads."""
         note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
         self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
-
-    def _result(self, error: BaseException | None) -> Result:
-        return Result(
-            metrics=dict(self._trial.last_result) if self._trial.has_reported_at_least_once else None,
-            checkpoint=self._checkpoints.latest,
-            error=error if isinstance(error, Exception) else None,
-            folder=self._folder.trial,
-            best_checkpoints=self._checkpoints.best,
-            return_value=self.returned,
-        )
 
 
 def _console(run_config: RunConfig) -> list[ConsoleReporter]:

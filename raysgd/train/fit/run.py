@@ -100,7 +100,10 @@ class FitJob:
         try:
             train()
         except BaseException as error:  # also Ctrl-C, because the run's files must record what ended the run
-            self._end_failed(error)
+            if isinstance(error, StorageError):
+                self.folder.expect_little()
+            with failure_logged(logger.error, "could not complete the record of the run: %r"):
+                self.recorder.end_run(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
             # Ray AIR programs catch Ray Tune's `TuneError` when a run fails.
@@ -119,12 +122,6 @@ class FitJob:
         It is higher than the numbers of all checkpoints in the folder, and not lower than the number of `begin_from`.
         """
         return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
-
-    def _end_failed(self, error: BaseException) -> None:
-        if isinstance(error, StorageError):
-            self.folder.expect_little()
-        with failure_logged(logger.error, "could not complete the record of the run: %r"):
-            self.recorder.end_run(error)
 
     @property
     def _advice(self) -> str:
