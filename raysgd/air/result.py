@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,6 @@ class Result:
     folder: Folder | None = None
     best_checkpoints: list[Kept] = field(default_factory=list)
     return_value: Any = None
-    _dataframe: Any = field(default=None, repr=False, compare=False)
 
     @property
     def path(self) -> str | Any:
@@ -81,7 +81,7 @@ class Result:
         """
         return (self.metrics or {}).get("config")
 
-    @property
+    @cached_property
     def metrics_dataframe(self) -> pandas.DataFrame:
         """All reports of rank 0 as a `pandas.DataFrame`, one row per report.
 
@@ -90,11 +90,9 @@ class Result:
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        if self._dataframe is None:
-            frames = require("pandas", extra="data", purpose="`Result.metrics_dataframe`")
-            reports = [] if self.folder is None else read_reports(self.folder)
-            self._dataframe = frames.DataFrame([flattened(each) for each in reports])
-        return self._dataframe
+        frames = require("pandas", extra="data", purpose="`Result.metrics_dataframe`")
+        reports = [] if self.folder is None else read_reports(self.folder)
+        return frames.DataFrame([flattened(each) for each in reports])
 
     def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint:
         """Return the best of the retained checkpoints.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig, ScalingConfig, own_values
-from raysgd.air.trial import TrialFolder, new_trial, storage_of
+from raysgd.air.trial import new_trial, storage_of
 from raysgd.train._worker.messages import FunctionEnded, Mailbox, RunCancelled
 from raysgd.train.base_trainer import changed_scaling, check_is_shared
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
@@ -96,7 +96,6 @@ class FunctionTrial:
         self._iterator: TrainingIterator | None = None
         self._first_id = 0
         self._num_saved = 0
-        self._has_ended = False
 
     def step(self) -> TrialStepResult:
         """Wait for rank 0's next report, or for the function's end, and return the result.
@@ -106,26 +105,21 @@ class FunctionTrial:
         Raises:
             RuntimeError: The function has finished, and `refuses_more_steps` is True.
         """
-        if self._has_ended and self._refuses_more_steps:
-            raise RuntimeError("The function has ended, so there is no further step.")
         if self._iterator is None:
-            self._begin()
-        assert self._iterator is not None
+            self._trainer = self._make_trainer(logdir=self._logdir)
+            self._trainer.start()
+            # Keep no checkpoints in the run's folder, because Tune stores them and decides which to keep.
+            strategy = CheckpointStrategy(num_to_keep=0)
+            self._iterator = self._trainer.run_iterator(
+                self._train_func, self._config, self._dataset, self._begin_from, strategy
+            )
+        elif self._iterator.is_finished() and self._refuses_more_steps:
+            raise RuntimeError("The function has ended, so there is no further step.")
         results = next(self._iterator, None)
         is_saved = self._num_taken > self._num_saved
         if results is None:
-            self._has_ended = True
             return TrialStepResult(None, is_saved, is_last=True)
         return TrialStepResult(results[0], is_saved)
-
-    def _begin(self) -> None:
-        self._trainer = self._make_trainer(logdir=self._logdir)
-        self._trainer.start()
-        # Keep no checkpoints in the run's folder, because Tune stores them and decides which to keep.
-        strategy = CheckpointStrategy(num_to_keep=0)
-        self._iterator = self._trainer.run_iterator(
-            self._train_func, self._config, self._dataset, self._begin_from, strategy
-        )
 
     @property
     def _num_taken(self) -> int:
@@ -147,7 +141,7 @@ class FunctionTrial:
         self.end()
         content = load_checkpoint(folder / TUNE_CHECKPOINT_FILE_NAME) or {}
         self._first_id = content.pop(TUNE_CHECKPOINT_ID, 0)
-        self._num_saved, self._has_ended = 0, False
+        self._num_saved = 0
         self._begin_from = content or None
 
     def end(self) -> None:
@@ -246,47 +240,37 @@ class FitTrial:
         self._begin_from: Checkpoint | None = None
         self._newest: Checkpoint | None = None
         self._mailbox: Mailbox | None = None
-        self._folder: TrialFolder | None = None
         self._job: FitJob | None = None
-        self._keeps_files = True
-        self._has_ended = False
 
     def step(self) -> TrialStepResult:
         """Wait for rank 0's next report, or for the function's end, and return the result."""
-        if self._has_ended:
-            return TrialStepResult(None, is_last=True)
         mailbox = self._mailbox = self._mailbox or self._begun()
         message = mailbox.next_message()
-        if isinstance(message, FunctionEnded):
-            self._has_ended = True
+        if isinstance(message, FunctionEnded):  # also in each step after the end
             return TrialStepResult(None, is_last=True)
         metrics, checkpoint = message
         self._newest = checkpoint or self._newest
-        return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
+        assert self._job is not None, "the run has begun"
+        return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._job.facts.keeps_files)
 
     def _begun(self) -> Mailbox:
         """Start the trainer in a thread, and return the mailbox that passes its reports to the trial's thread."""
         trainer = self._make_trainer()
         trainer._check()
         trainer._settle_gpus()
-        self._folder = self._new_folder(type(trainer).__name__)
+        experiment = self._storage / _STORE / (self._info.identity or secrets.token_hex(4))
+        folder = new_trial(experiment, type(trainer).__name__)
+        folder.make()
         mailbox = Mailbox(trainer._train, name="raysgd-fit")
         run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune itself retries a failed trial
         begin_from = self._begin_from or trainer.resume_from_checkpoint
-        own, info = trainer._facts(self._folder), self._info
+        own, info = trainer._facts(folder), self._info
         facts = replace(own, name=info.name or own.name, id=info.identity or own.id, workdir=None)
         recorder: Any = TrialRecorder(mailbox)
         # `num_ahead=0` makes the function wait at each report, because Tune decides there whether the trial continues.
-        trainer._job = self._job = FitJob(self._folder, recorder, run_config, facts, begin_from, num_ahead=0)
-        self._keeps_files = facts.keeps_files
+        trainer._job = self._job = FitJob(folder, recorder, run_config, facts, begin_from, num_ahead=0)
         mailbox.start()
         return mailbox
-
-    def _new_folder(self, trainer_name: str) -> TrialFolder:
-        experiment = self._storage / _STORE / (self._info.identity or secrets.token_hex(4))
-        folder = new_trial(experiment, trainer_name)
-        folder.make()
-        return folder
 
     def save(self, folder: Path) -> None:
         """Write the newest checkpoint to `folder` for Tune, and delete older checkpoints from the trial's storage.
@@ -296,14 +280,9 @@ class FitTrial:
         newest = self._newest or self._begin_from
         if newest is not None:
             newest.to_directory(folder)
-        self._drop_older()
-
-    def _drop_older(self) -> None:
-        """Delete all checkpoints in the trial's storage except the newest, from which the run may still restart."""
-        if self._folder is None:
-            return
-        for name in self._folder.checkpoint_names()[:-1]:
-            (self._folder.trial / name).delete()
+        if self._job is not None:  # the run may still restart from its newest checkpoint
+            for name in self._job.folder.checkpoint_names()[:-1]:
+                (self._job.folder.trial / name).delete()
 
     def load(self, folder: Path) -> None:
         """End the current run, and let the next step start from a checkpoint that Tune has stored in a folder."""
@@ -316,16 +295,16 @@ class FitTrial:
 
     def end(self) -> None:
         """Stop the trainer's thread, even in the middle of a step, and delete the trial's storage."""
-        mailbox, folder = self._mailbox, self._folder
-        self._mailbox = self._folder = self._newest = None
-        self._has_ended = False
-        if mailbox is not None and not mailbox.cancel(timeout_s=0):
-            for abort in self._job.aborts if self._job is not None else ():
+        mailbox, job = self._mailbox, self._job
+        self._mailbox = self._job = self._newest = None
+        if mailbox is None or job is None:
+            return
+        if not mailbox.cancel(timeout_s=0):
+            for abort in job.aborts:
                 abort()
             mailbox.cancel(_END_S)
-        if folder is not None:
-            folder.experiment.delete()
-            folder.remove_staging()
+        job.folder.experiment.delete()
+        job.folder.remove_staging()
 
 
 def merged_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

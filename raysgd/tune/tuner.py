@@ -341,16 +341,17 @@ def _as_place(path: str | Path) -> str:
 
 def as_result(result: Any) -> Result:
     """Convert Ray Tune's result of a trial to a `raysgd.air.Result`, the class that a trainer's `fit()` returns."""
-    folder = open_folder(result.path, result.filesystem)
-    kept = [(as_checkpoint(checkpoint), metrics) for checkpoint, metrics in result.best_checkpoints or ()]
     made = Result(
         metrics=result.metrics,
         checkpoint=as_checkpoint(result.checkpoint) if result.checkpoint is not None else None,
         error=result.error,
-        folder=folder,
-        best_checkpoints=kept,
+        folder=open_folder(result.path, result.filesystem),
+        best_checkpoints=[
+            (as_checkpoint(checkpoint), metrics) for checkpoint, metrics in result.best_checkpoints or ()
+        ],
     )
-    return replace(made, _dataframe=result.metrics_dataframe)
+    made.metrics_dataframe = result.metrics_dataframe
+    return made
 
 
 def as_checkpoint(checkpoint: Any) -> Checkpoint:
