@@ -193,7 +193,13 @@ class MetricsFiller:
         Values that the training function has reported under the keys in `_REPLACED` are overwritten.
         """
         now = self._clock()
-        self._warn_of_replaced(metrics)
+        names = sorted(_REPLACED & metrics.keys())
+        if names and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "these metrics are replaced by what a run fills in: %s. Report them under other names",
+                ", ".join(f"`{name}`" for name in names),
+            )
         reported = metrics.get(TIME_THIS_ITER_S)
         time_this_iter_s = float(reported) if reported is not None else now - self._last
         self._last = now
@@ -212,15 +218,6 @@ class MetricsFiller:
             "iterations_since_restore": self.iteration - self._began_at,
             **self._constant,
         }
-
-    def _warn_of_replaced(self, metrics: Mapping[str, Any]) -> None:
-        names = sorted(_REPLACED & metrics.keys())
-        if names and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "these metrics are replaced by what a run fills in: %s. Report them under other names",
-                ", ".join(f"`{name}`" for name in names),
-            )
 
     def initial(self) -> dict[str, Any]:
         """Return the values added by raysgd that are known before the first report, such as the host and the config."""

@@ -74,7 +74,7 @@ class Paths:
         sections = ["sgd", "inside Ray", *(section for section, is_wanted in more.items() if is_wanted)]
         self._modules = {old: row for section in sections for old, row in _modules(section).items()}
         self._renamed = renamed() if ray_train else read_table(__file__)["renamed"]
-        self._packages = {package for module, _ in self.modules() for package in _packages_of(module)}
+        self._packages = {package for module, _ in self.modules() for package, rest in _cuts(module) if rest}
 
     def find(self, old: str) -> NewPlace | None:
         """Return the table's entry for a dotted name, or None if the dotted name does not belong to the old library.
@@ -208,8 +208,3 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         yield ".".join(parts[:end]), "".join(f".{part}" for part in parts[end:])
-
-
-def _packages_of(module: str) -> Iterator[str]:
-    parts = module.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts)))

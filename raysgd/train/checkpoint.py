@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from raysgd.air.checkpoint import (
     DICT_FILE,
     EXTRA_FILES_KEY,
@@ -472,10 +470,8 @@ class FitCheckpoints(CheckpointTaker):
                 f"`storage_path`: the workers stored {name} in {self._folder}, and the driver does not find it there. "
                 "Use a folder that all nodes share, or a URI such as `s3://bucket/folder`."
             )
-        file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
-        places = (DICT_FILE, PREPROCESSOR_KEY, file)
-        if self._preprocessor is not None and not any(staged.has(place) for place in places):
-            staged.write(file, cloudpickle.dumps(self._preprocessor))
+        if self._preprocessor is not None:
+            _write_preprocessor(self._preprocessor, staged)
         if self._metadata or own_metadata:
             marked = Checkpoint(staged)
             marked.set_metadata({**self._metadata, **(own_metadata or marked.get_metadata())})
@@ -516,8 +512,19 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
         with Checkpoint.from_dict(content).as_directory() as folder:
             staged.upload(Path(folder))
         return
+    from ray import cloudpickle
+
     with staged.writing(DICT_FILE) as file:
         cloudpickle.dump(content, file, protocol=5)
+
+
+def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
+    """Add a preprocessor to a staging folder, unless the folder contains a preprocessor or a checkpoint dict."""
+    file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
+    if not any(staged.has(name) for name in (DICT_FILE, PREPROCESSOR_KEY, file)):
+        from ray import cloudpickle
+
+        staged.write(file, cloudpickle.dumps(preprocessor))
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
@@ -526,6 +533,8 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
     Raises:
         OSError: The file could not be written. If `path` is a URI, the error is a `StorageError`.
     """
+    from ray import cloudpickle
+
     if isinstance(path, Path):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -551,6 +560,8 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
     if isinstance(checkpoint, Mapping):
         return dict(checkpoint)
     check_kind("checkpoint", checkpoint, str | Path, "a dict, or the path or URI of a saved one")
+    from ray import cloudpickle
+
     place = open_folder(checkpoint, argument="checkpoint")
     with ExitStack() as opened:
         try:

@@ -488,7 +488,8 @@ class TrainerCallbacks:
         """
         self._of_trainer.on("process_results", results)
         if self._calls is not None and self._own:
-            self._calls.report(without_reserved(results[0]), events)
+            own = {name: value for name, value in results[0].items() if name not in _RESERVED}
+            self._calls.report(own, events)
             if checkpoint is not None and checkpoint != self._newest:
                 self._newest = checkpoint
                 self._calls.tell("on_checkpoint", checkpoint)
@@ -498,11 +499,6 @@ class TrainerCallbacks:
         with OnFailure(with_error=calls.end_run):
             self._of_trainer.finish(["finish_training"], error=has_failed, has_failed=has_failed)
         calls.end_run(failure)
-
-
-def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a report's metrics without the values that raysgd adds to every report."""
-    return {name: value for name, value in metrics.items() if name not in _RESERVED}
 
 
 # ------------------------------------------------------------------------------------------------------------- folders

@@ -361,7 +361,7 @@ class GlobalSteps:
             self._undo.undo_step(self._leg.record)
             return "failed"
         self._undo.forget(self._leg.record)
-        if self._digests is not None and self._has_moved_since_step():
+        if self._digests is not None and not all(map(torch.equal, self._digests, digests_of(self._parameters()))):
             # User code changes weights outside of optimizer steps. From now on, copy all weights before each batch.
             self._undo.copy_all()
         if self._has_exchanged and not is_done:
@@ -378,10 +378,6 @@ class GlobalSteps:
         if is_done and not self._num_usual:
             self._learn(self._num_steps)
         return "done" if is_done else "seen"
-
-    def _has_moved_since_step(self) -> bool:
-        assert self._digests is not None
-        return not all(map(torch.equal, self._digests, digests_of(self._parameters())))
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for model in self._models for parameter in model.parameters())
