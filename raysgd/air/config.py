@@ -222,11 +222,7 @@ class RunConfig:
         self.failure_config = checked_config("failure_config", self.failure_config, FailureConfig)
         self.checkpoint_config = checked_config("checkpoint_config", self.checkpoint_config, CheckpointConfig)
         self.sync_config = checked_config("sync_config", self.sync_config, SyncConfig)
-        self._take_over_place()
-        self._check()
-
-    def _take_over_place(self) -> None:
-        """Move `sync_config.upload_dir` or `local_dir`, the former names of `storage_path`, into `storage_path`."""
+        # Move the former names of `storage_path` to it.
         _check_place("storage_path", self.storage_path)
         _check_place("local_dir", self.local_dir)
         upload_dir = self.sync_config.upload_dir
@@ -240,8 +236,6 @@ class RunConfig:
         self.local_dir, self.sync_config = None, replace(self.sync_config, upload_dir=None)
         if self.storage_path is not None:
             open_folder(self.storage_path, self.storage_filesystem, argument="storage_path")
-
-    def _check(self) -> None:
         if self.name is not None and not _is_name(self.name):
             raise ValueError(
                 f"`name={masked(self.name)!r}`: need the name of a folder, without slashes, or None. "
@@ -359,14 +353,7 @@ class ScalingConfig:
             accelerator(self.accelerator_type)
         for name in ("trainer_resources", "resources_per_worker"):
             _check_resources(name, getattr(self, name))
-        self._check_labels()
-        if not is_open(self.use_gpu) and not is_open(self.resources_per_worker):
-            self._check_gpus()
-
-    def _check_labels(self) -> None:
-        labels = self.label_selector
-        if labels is None:
-            return
+        labels = {} if self.label_selector is None else self.label_selector
         if not isinstance(labels, dict) or not all(isinstance(text, str) for each in labels.items() for text in each):
             raise ValueError(
                 f"`label_selector={labels!r}`: need a dict of labels and values for all workers alike, such as "
@@ -377,8 +364,8 @@ class ScalingConfig:
                 f"`label_selector={labels!r}` and `num_workers={self.num_workers!r}`: with a range, resources are "
                 "counted on all nodes. Pass a fixed `num_workers`, or a custom resource in `resources_per_worker`."
             )
-
-    def _check_gpus(self) -> None:
+        if is_open(self.use_gpu) or is_open(self.resources_per_worker):
+            return
         num_gpus = (self.resources_per_worker or {}).get("GPU", int(bool(self.use_gpu)))
         if is_open(num_gpus):
             return

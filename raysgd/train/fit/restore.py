@@ -60,9 +60,6 @@ class _CheckpointAt:
 
     path: str
 
-    def opened(self) -> Checkpoint | None:
-        return Checkpoint.from_directory(self.path) if Path(self.path).is_dir() else None
-
 
 @dataclass(frozen=True)
 class _WithoutSecrets:
@@ -228,33 +225,20 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
             f"`datasets`: the run had {sorted(saved) or 'none'}, and `restore` was given {sorted(passed) or 'none'}. "
             "Datasets are not saved with a run: pass all of them again, under the same names."
         )
-    complete = {**arguments, **replaced}
-    for name, value in complete.items():
+    complete = dict[str, Any]()
+    for name, value in {**arguments, **replaced}.items():
         if isinstance(value, _WithoutSecrets):
             raise ValueError(
                 f"`{name}` was {value.shown!r}: keys and passwords are not saved with a run. Pass the whole value "
                 "again, or give keys to the function in the environment."
             )
-    return _opened(complete)
-
-
-def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trainer's arguments with checkpoints in place of their saved locations.
-
-    Omit a checkpoint that does not exist anymore or that cannot be opened without a key.
-    """
-    opened = dict(arguments)
-    for name, value in arguments.items():
-        if isinstance(value, _CheckpointAt):
-            opened[name] = value.opened()
-            if opened[name] is None:
-                logger.warning(
-                    "`%s` was in %s and cannot be opened. Pass it again if the run has no checkpoint yet",
-                    name,
-                    value.path,
-                )
-                del opened[name]
-    return opened
+        if isinstance(value, _CheckpointAt) and not Path(value.path).is_dir():
+            words = "`%s` was in %s and cannot be opened. Pass it again if the run has no checkpoint yet"
+            logger.warning(words, name, value.path)
+        else:
+            is_place = isinstance(value, _CheckpointAt)
+            complete[name] = Checkpoint.from_directory(value.path) if is_place else value
+    return complete
 
 
 def at_place(run_config: RunConfig | None, path: str | Path, filesystem: Any) -> RunConfig:
