@@ -328,8 +328,9 @@ class CheckpointManager(CheckpointTaker):
             return
         write_checkpoint(checkpoint, place)
         self._saved, self._unwritten = kept, None
+        assert self._folder is not None, "it has a place"
         for each in dropped:
-            self._remove(each.number)
+            self._folder.remove(checkpoint_name(each.number))
 
     def keep_newest(self) -> str | None:
         """Wait for the newest checkpoint and write it to a file, even if it is not one of the best.
@@ -382,10 +383,6 @@ class CheckpointManager(CheckpointTaker):
             return None
         file = self._folder / checkpoint_name(identity)
         return file.local_path if file.is_local else file.uri
-
-    def _remove(self, identity: int) -> None:
-        assert self._folder is not None, "what is removed was written"
-        self._folder.remove(checkpoint_name(identity))
 
 
 class FitCheckpoints(CheckpointTaker):

@@ -421,18 +421,14 @@ class Session:
         # their own encoder, so that a small report never occupies the large buffer of a checkpoint.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
         self.mailbox = Mailbox(self._run, spec.num_ahead)
-        self.membership = self._membership_of(world) if spec.steps_in or world.is_distributed else None
-
-    def _membership_of(self, world: World) -> Membership | None:
-        spec, mailbox = self._spec, self.mailbox
-        if not spec.is_elastic:
-            return None
-        membership = Membership(
-            world, mailbox.break_off, lambda: mailbox.is_held, spec.steps_in, lambda n: mailbox.post(RanksMet(n))
-        )
-        if spec.has_parts:
-            membership.flaw = "the dataset was divided at the start, and the part of a lost worker is lost"
-        return membership
+        self.membership: Membership | None = None
+        if spec.is_elastic and (spec.steps_in or world.is_distributed):
+            mailbox = self.mailbox
+            self.membership = Membership(
+                world, mailbox.break_off, lambda: mailbox.is_held, spec.steps_in, lambda n: mailbox.post(RanksMet(n))
+            )
+            if spec.has_parts:
+                self.membership.flaw = "the dataset was divided at the start, and the part of a lost worker is lost"
 
     @property
     def world(self) -> World:

@@ -163,42 +163,32 @@ class FitSession(Session):
 
         Never delete a folder inside the trial's folder, because it may be a stored checkpoint.
         """
-        kind, place = checkpoint.get_internal_representation()
-        if options.deletes and kind == "local_path" and not self._is_of_trial(Path(place)):
+        (kind, place), trial = checkpoint.get_internal_representation(), self.facts.folder
+        if not options.deletes or kind != "local_path":
+            return
+        if not (trial.is_local and Path(place).resolve().is_relative_to(trial.local_path.resolve())):
             shutil.rmtree(place, ignore_errors=True)
 
-    def _is_of_trial(self, place: Path) -> bool:
-        trial = self.facts.folder
-        return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
-
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Copy a checkpoint folder to the staging folder that all ranks share, and send the metrics."""
-        name = checkpoint_name(self.mailbox.await_request())
-        folder = self.facts.folder
-        with checkpoint.as_directory() as path:
-            self._store_folder(data, Path(path), folder.staged(name))
-        self._delete_local(checkpoint, options)
-        self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
-
-    def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
-        """Copy a folder to the staging folder and send the metrics.
+        """Copy a checkpoint folder to the staging folder that all ranks share, and send the metrics.
 
         A rank above 0 sends the metrics first. The driver answers with the names of files to leave out, because lower
         ranks have files with the same names.
-
-        Args:
-            data: The metrics, in the form in which they are sent.
-            source: The checkpoint folder.
-            target: The staging folder.
         """
-        ref = CheckpointRef(files=names_in(source))
-        if self.world.rank == 0:
-            if self.membership is not None and self.membership.place.number:
-                target.delete()  # it may contain files of a lost worker, from a checkpoint that was never completed
-            target.upload(source)
-            self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
-        else:
-            self._announce(data, ref, lambda taken: target.upload(source, taken))
+        name = checkpoint_name(self.mailbox.await_request())
+        target = self.facts.folder.staged(name)
+        with checkpoint.as_directory() as path:
+            source = Path(path)
+            ref = CheckpointRef(files=names_in(source))
+            if self.world.rank == 0:
+                if self.membership is not None and self.membership.place.number:
+                    target.delete()  # it may contain files of a lost worker, from a checkpoint that was never completed
+                target.upload(source)
+                self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
+            else:
+                self._announce(data, ref, lambda taken: target.upload(source, taken))
+        self._delete_local(checkpoint, options)
+        self._newest, self._is_newest_stored = checkpoint_at(self.facts.folder / name), True
 
     def dataset_shard(self, name: str | None) -> Any:
         """Return this worker's shard of a dataset; see `get_dataset_shard`."""
