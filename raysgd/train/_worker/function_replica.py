@@ -35,7 +35,6 @@ from raysgd.train._worker.messages import (
     Message,
     PendingCheckpoints,
     Question,
-    RanksMet,
     TrainingResultType,
     is_mere_report,
 )
@@ -423,10 +422,7 @@ class Session:
         self.mailbox = Mailbox(self._run, spec.num_ahead)
         self.membership: Membership | None = None
         if spec.is_elastic and (spec.steps_in or world.is_distributed):
-            mailbox = self.mailbox
-            self.membership = Membership(
-                world, mailbox.break_off, lambda: mailbox.is_held, spec.steps_in, lambda n: mailbox.post(RanksMet(n))
-            )
+            self.membership = Membership(world, self.mailbox, spec.steps_in)
             if spec.has_parts:
                 self.membership.flaw = "the dataset was divided at the start, and the part of a lost worker is lost"
 

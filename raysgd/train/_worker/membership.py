@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
+from raysgd.train._worker.messages import Mailbox, RanksMet
 
 _BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
 # First, `Membership.leave` waits until the collectives that run through this module have failed. It then waits at most
@@ -62,11 +63,9 @@ class Membership:
 
     Args:
         world: The function's first rank and group size.
-        tell: Function that reports to the driver that the group is broken. Called at most once per group.
-        is_held: Returns True if the training function has ended, or is waiting for the driver.
+        mailbox: Tells the driver that the group is broken, at most once per group, and that all ranks of a group have
+            the same state: from then on, all of them send reports.
         is_new: True if the function will step into a running group.
-        note: Function to call with a group's number when all its ranks have the same state. From then on, all ranks of
-            the group send reports.
 
     Attributes:
         place: The current group, and the function's rank in it.
@@ -80,20 +79,13 @@ class Membership:
             ranks' state.
     """
 
-    def __init__(
-        self,
-        world: World,
-        tell: Callable[[BaseException], None],
-        is_held: Callable[[], bool] = lambda: False,
-        is_new: bool = False,
-        note: Callable[[int], None] = lambda number: None,
-    ) -> None:
+    def __init__(self, world: World, mailbox: Mailbox, is_new: bool = False) -> None:
         self.place = GroupPlace(0, world)
         self.num_done = 0
         self.has_failed = self.is_new = is_new
         self.admits = False
         self.flaw: str | None = None
-        self._tell, self._is_held, self._note = tell, is_held, note
+        self._mailbox = mailbox
         self._changed = threading.Condition()
         self._next: World | None = None
         self._batch: GroupPlace | None = None
@@ -235,7 +227,7 @@ class Membership:
                     self._break(broken)
                 self._changed.notify_all()
         if broken is None:
-            self._note(number)
+            self._mailbox.post(RanksMet(number))
         return broken is None
 
     def step_in(self, number: int, num_done: int) -> None:
@@ -261,7 +253,7 @@ class Membership:
     def _break(self, error: BaseException) -> None:
         if self._is_open and not self._is_broken:
             self._is_broken = True
-            self._tell(error)
+            self._mailbox.break_off(error)
 
     # --------------------------------------------------------------------------------------------------- the driver
 
@@ -277,7 +269,7 @@ class Membership:
     def _look_until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while not is_so() and not self._is_held() and (deadline is None or time.monotonic() < deadline):
+            while not is_so() and not self._mailbox.is_held and (deadline is None or time.monotonic() < deadline):
                 self._changed.wait(_LOOK_S)
 
     @property
@@ -302,7 +294,7 @@ class Membership:
             self._is_open = False
             if not self._changed.wait_for(lambda: not self._num_in_use, _BREAKS_IN_S):
                 raise TimeoutError(f"an exchange with other ranks has not ended within {_BREAKS_IN_S:g} s")
-            self._changed.wait_for(lambda: self._is_waiting or self._is_held(), _REST_S)
+            self._changed.wait_for(lambda: self._is_waiting or self._mailbox.is_held, _REST_S)
 
     def join(self, world: World, is_behind: bool) -> None:
         """Record this worker's rank in another group that its process has joined.

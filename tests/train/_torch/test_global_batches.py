@@ -21,6 +21,7 @@ from raysgd.torch.parallel.strategy import DDP
 from raysgd.train._torch.global_steps import GlobalSteps, step_only_where
 from raysgd.train._torch.loaders import GlobalBatches, GlobalStream, RepeatingLoader, of_stream, over_global_batches
 from raysgd.train._worker.membership import GroupPlace, Membership
+from raysgd.train._worker.messages import Mailbox
 from tests.streams.made import MadeStream
 
 
@@ -170,7 +171,7 @@ class Alone:
     """Steps of a function on the only rank of a group, for its loaders."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.membership = Membership(World(num_ranks - 1, num_ranks), lambda error: None)
+        self.membership = Membership(World(num_ranks - 1, num_ranks), Mailbox(int))
         self.iteration = 0
         self.steps = GlobalSteps(cast(Any, self))
         self.steps._is_checked = True  # what checks leaves a hook on all optimizers of the process

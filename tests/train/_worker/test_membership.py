@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raysgd.core.engine.shared.types import World
 from raysgd.train._worker.membership import Membership
+from raysgd.train._worker.messages import Mailbox, RanksMet
 
 BROKEN = ConnectionError("gone")
 
@@ -19,7 +21,8 @@ class Rank:
 
     def __init__(self) -> None:
         self.told: list[BaseException] = []
-        self.membership = Membership(World(1, 3), self.told.append, lambda: True)
+        mailbox: Any = SimpleNamespace(break_off=self.told.append, is_held=True)
+        self.membership = Membership(World(1, 3), mailbox)
 
     def step(self, broken: BaseException | None = None, has_trained: bool = True) -> bool:
         """Goes through a batch; `broken` is what all ranks' agreement ends with."""
@@ -138,8 +141,8 @@ def test_a_function_waits_for_the_next_group_which_is_open_when_all_are_there() 
 
 
 def test_a_function_that_steps_in_waits_for_its_place_and_then_meets_the_others() -> None:
-    noted: list[int] = []
-    membership = Membership(World(2, 3), lambda error: None, is_new=True, note=noted.append)
+    mailbox = Mailbox(int)
+    membership = Membership(World(2, 3), mailbox, is_new=True)
     assert membership.has_failed, "what it reports is dropped"
     assert membership.obstacle is None
 
@@ -163,7 +166,8 @@ def test_a_function_that_steps_in_waits_for_its_place_and_then_meets_the_others(
     membership.join(World(1, 2), True)
     membership.go_on()
     place = found()
-    assert (place.number, place.world, membership.num_done, noted) == (4, World(1, 2), 17, [4])
+    assert (place.number, place.world, membership.num_done) == (4, World(1, 2), 17)
+    assert mailbox.next_message() == RanksMet(4)
     mark = membership.open_batch(place, True)
     assert not mark.has_failed, "it was not there when the group broke"
 
