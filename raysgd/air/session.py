@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -213,29 +214,6 @@ def tune_here() -> Any:
     return tune if is_in_trial is not None and is_in_trial() else None
 
 
-def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-    """Pass a report to the Ray Tune trial in this process.
-
-    Ray Tune stores the checkpoint's files before this function returns.
-    """
-    if checkpoint is None:
-        tune.report(dict(metrics))
-        return
-    with checkpoint.as_directory() as folder:
-        tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(folder))
-
-
-def checkpoint_of(tune: Any) -> Checkpoint | None:
-    """Return the newest checkpoint that the Ray Tune trial in this process has reported.
-
-    If the trial has not reported a checkpoint yet, return the checkpoint from which the trial started, or None.
-    """
-    from raysgd.air.checkpoint import Checkpoint  # imported here because it loads the storage modules
-
-    checkpoint = tune.get_checkpoint()
-    return Checkpoint(checkpoint.path, checkpoint.filesystem) if checkpoint is not None else None
-
-
 # ------------------------------------------------------------------------------------- functions that users call
 
 
@@ -274,7 +252,9 @@ def report(*args: Any, **kwargs: Any) -> None:
     is_one_dict = bool(args) or (names_both and session is not None and session.facts is not None)
     metrics, checkpoint, options = _arguments_of(*args, **kwargs) if is_one_dict else (kwargs, None, None)
     if (tune := tune_here()) is not None:
-        report_to(tune, metrics, checkpoint)
+        with nullcontext() if checkpoint is None else checkpoint.as_directory() as folder:
+            stored = None if folder is None else tune.Checkpoint.from_directory(folder)
+            tune.report(dict(metrics), checkpoint=stored)
         return
     session = session_or_warning("report")
     if session is not None:
@@ -304,7 +284,10 @@ def get_checkpoint() -> Checkpoint | None:
     failure.
     """
     if (tune := tune_here()) is not None:
-        return checkpoint_of(tune)
+        from raysgd.air.checkpoint import Checkpoint  # imported here because it loads the storage modules
+
+        checkpoint = tune.get_checkpoint()
+        return Checkpoint(checkpoint.path, checkpoint.filesystem) if checkpoint is not None else None
     session = session_or_warning("get_checkpoint")
     return session.current_checkpoint() if session is not None else None
 
