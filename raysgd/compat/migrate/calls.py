@@ -118,9 +118,9 @@ class Datasets:
             targets: The variables that are assigned to.
             value: The value that is assigned.
         """
-        kind = self.kind_of(value)
-        makes_parts = isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute)
-        parts = self.kind_of(value.func.value) if makes_parts and value.func.attr.value in _PARTS else None
+        kind, parts = self.kind_of(value), None
+        if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and value.func.attr.value in _PARTS:
+            parts = self.kind_of(value.func.value)
         for target in targets:
             if isinstance(target, cst.Tuple | cst.List):
                 for element in target.elements:
