@@ -89,7 +89,7 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
         if finding.level != "problem":
             yield check_cluster()
             if self_test:
-                yield run_self_test_with(versions, packages)
+                yield run_self_test(versions, packages)
 
 
 # ------------------------------------------------------------------------------------------------- this machine
@@ -329,8 +329,10 @@ def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mappi
 # ------------------------------------------------------------------------------------------------- the self test
 
 
-def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
-    """Run the self test, or skip it if packages are missing or too old, or if PyTorch is not installed.
+def run_self_test(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
+    """Train two steps on two workers, and compare the weights with those of the same training in a single process.
+
+    Skip the test if packages are missing or too old, or if PyTorch is not installed.
 
     Args:
         versions: Versions of the installed packages.
@@ -340,11 +342,6 @@ def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResu
         return CheckResult("note", "self test: not run, because packages are too old or missing")
     if "torch" not in versions:
         return CheckResult("note", "self test: not run, because it needs PyTorch", f"Run: {install_command('torch')}")
-    return run_self_test()
-
-
-def run_self_test() -> CheckResult:
-    """Train two steps on two workers, and compare the weights with those of the same training in a single process."""
     try:
         seconds, is_equal = _train_on_two_workers()
     except Exception as error:  # report any error as the result of the self test

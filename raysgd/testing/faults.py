@@ -196,28 +196,17 @@ def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: in
             the rank is the driver itself, or the arguments name the node in neither or both of the two ways.
         RuntimeError: The trainer was shut down, or its workers are currently being replaced.
     """
-    node = _find_node(cluster, node, trainer, rank)
-    cluster.remove_node(node, allow_graceful=False)
-    return node
-
-
-def _node_of_rank(cluster: Any, trainer: Any, rank: int) -> Any:
-    [rank] = check_ranks(trainer, rank, may_be_driver=False)
-    node_id = group_of(trainer).infos[rank].node_id
-    nodes = [cluster.head_node, *cluster.worker_nodes]
-    node = next((found for found in nodes if found is not None and found.node_id == node_id), None)
-    if node is None:
-        raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is not in this cluster.")
-    return node
-
-
-def _find_node(cluster: Any, node: Any, trainer: Any, rank: int | None) -> Any:
     if (node is None) == (trainer is None) or (trainer is None) != (rank is None):
         raise ValueError(
             "`remove_node` needs either `node`, or both `trainer` and `rank`, to know which node to remove."
         )
-    if node is None:
-        node = _node_of_rank(cluster, trainer, rank if rank is not None else 0)
+    if rank is not None:
+        [rank] = check_ranks(trainer, rank, may_be_driver=False)
+        node_id = group_of(trainer).infos[rank].node_id
+        nodes = (cluster.head_node, *cluster.worker_nodes)
+        node = next((found for found in nodes if found is not None and found.node_id == node_id), None)
+        if node is None:
+            raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is not in this cluster.")
     if node is cluster.head_node:
         raise ValueError(
             "This is the head node, and removing it would end the cluster: put workers on nodes that you added."
@@ -230,6 +219,7 @@ def _find_node(cluster: Any, node: Any, trainer: Any, rank: int | None) -> Any:
         raise ValueError(
             "The driver is connected through this node, so removing it would end the driver: choose another one."
         )
+    cluster.remove_node(node, allow_graceful=False)
     return node
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from raysgd.cli import doctor
-from raysgd.cli.doctor import CheckResult
 from raysgd.core.private_names import PrivateNames
 
 GIB = 2**30
@@ -160,7 +159,7 @@ def test_a_self_test_that_goes_wrong_is_a_problem(outcome: Any, text: str, monke
         return outcome
 
     monkeypatch.setattr(doctor, "_train_on_two_workers", train)
-    found = doctor.run_self_test()
+    found = doctor.run_self_test({"torch": "2.10.0"}, [])
     assert found.level == "problem"
     assert text in found.text
     assert found.advice
@@ -171,11 +170,11 @@ def test_a_self_test_that_goes_wrong_is_a_problem(outcome: Any, text: str, monke
     [
         ({"ray": "2.40.0", "torch": "2.10.0"}, "packages are too old or missing"),  # these workers would crash
         ({"ray": "2.60.0", "tensorflow": "2.21.0"}, "it needs PyTorch"),
-        ({"ray": "2.60.0", "torch": "2.10.0"}, "trained"),
+        ({"ray": "2.60.0", "torch": "2.10.0"}, "two workers trained"),
     ],
 )
 def test_the_self_test_runs_with_packages_that_can_train(
     versions: Mapping[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "run_self_test", lambda: CheckResult("ok", "trained"))
-    assert text in doctor.run_self_test_with(versions, doctor.check_packages(versions)).text
+    monkeypatch.setattr(doctor, "_train_on_two_workers", lambda: ({"two steps": 0.04}, True))
+    assert text in doctor.run_self_test(versions, doctor.check_packages(versions)).text
