@@ -19,7 +19,6 @@ from raysgd.replay.comparing import (
     LOSS,
     NORM,
     Comparison,
-    Sizes,
     compare,
     options_of,
     records_of,
@@ -27,9 +26,8 @@ from raysgd.replay.comparing import (
     sizes_of,
 )
 from raysgd.replay.program import batch_options_for
-from raysgd.replay.questions import journal_of
+from raysgd.replay.questions import journal_of, range_of
 from raysgd.replay.replaying import Replayed, replay
-from raysgd.replay.samples import range_of
 from raysgd.torch.checkpoints import checkpoint_file
 
 SAMPLES, WEIGHTS = "samples", "weights"
@@ -331,7 +329,10 @@ _IS_ROUNDING = (
 
 
 def _of_replays(
-    replays: Sequence[Replayed], weights: tuple[_WeightsOfSteps, _WeightsOfSteps], legs: Sequence[Leg], sizes: Sizes
+    replays: Sequence[Replayed],
+    weights: tuple[_WeightsOfSteps, _WeightsOfSteps],
+    legs: Sequence[Leg],
+    sizes: Sequence[float],
 ) -> Difference | None:
     """Return the first difference between the replays of two runs, or None.
 

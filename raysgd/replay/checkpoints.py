@@ -32,10 +32,10 @@ def _stays_inside(path: Path, folder: Path) -> bool:
 
 def nearest_checkpoint(
     journal: Journal, step: int, folder: str | os.PathLike[str] | None = None, *, only_inside: bool = False
-) -> tuple[int, str] | None:
+) -> tuple[int, str | None]:
     """Return the newest checkpoint from before a step: the step after which it was saved, and its path or URI.
 
-    Skip checkpoints whose files were deleted. Return None if there is no such checkpoint.
+    Skip checkpoints whose files were deleted. Return 0 and None if there is no such checkpoint.
 
     Args:
         journal: The journal of the run.
@@ -58,7 +58,7 @@ def nearest_checkpoint(
         named = ((at, journal.checkpoints[at].rpartition("/")[2].partition("?")[0]) for at in before)
         at, place = next(((at, opened / name) for at, name in named if name in names), (0, None))
         if place is None or not place.is_local:
-            return None if place is None else (at, place.uri)
+            return at, None if place is None else place.uri
         if not _stays_inside(place.local_path, opened.local_path):
             raise ValueError(
                 f"`{place}`, or a file in it, is a link out of its folder. Pass the folder to which it leads with "
@@ -75,4 +75,4 @@ def nearest_checkpoint(
             )
         if path is not None and os.path.exists(path):
             return at, str(path)
-    return None
+    return 0, None

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 from raysgd.journal.entries import Leg, LoaderLayout
 from raysgd.journal.journal import Journal, StepRecord
@@ -20,21 +19,6 @@ from raysgd.trainer.configuration import BatchOptions
 LOSS, NORM = "loss", "norm"
 _NUM_TYPICAL, _SMALL = 20, 0.01
 _OF_MEANS = 2.0**-51  # a mean loss is rounded once more on each worker of a group, even if all weights have equal bits
-
-
-class Sizes(NamedTuple):
-    """The usual size of a run's losses and norms. Much smaller ones consist of rounding, so they are compared with it.
-
-    Attributes:
-        loss: Median of the first losses of the run, without their sign. 0 if unknown.
-        norm: Median of its first gradient norms. 0 if unknown.
-    """
-
-    loss: float = 0.0
-    norm: float = 0.0
-
-
-_ANY_SIZES = Sizes()
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,10 @@ class Comparison:
 
 
 def compare(
-    one: Sequence[StepRecord], other: Sequence[StepRecord], rounding: Rounding | None, sizes: Sizes = _ANY_SIZES
+    one: Sequence[StepRecord],
+    other: Sequence[StepRecord],
+    rounding: Rounding | None,
+    sizes: Sequence[float] = (0.0, 0.0),
 ) -> Comparison:
     """Compare the records of the same steps in two series.
 
@@ -97,7 +84,8 @@ def compare(
         one: The records of the first series, in the order of steps.
         other: The records of the same steps in the second series.
         rounding: How much the numbers may differ by rounding. None if all bits must be equal.
-        sizes: The usual size of the losses and norms.
+        sizes: The usual size of the losses and norms. Much smaller ones consist of rounding, so they are compared with
+            it.
     """
     largest, incomplete = {LOSS: 0.0, NORM: 0.0}, list[int]()
     bits_at: int | None = None
@@ -147,12 +135,15 @@ def options_of(leg: Leg) -> BatchOptions:
     return BatchOptions(options.split_batches, size, options.deterministic, options.num_shards)
 
 
-def sizes_of(journal: Journal) -> Sizes:
-    """Return the usual size of the losses and norms of a run, from its first steps."""
+def sizes_of(journal: Journal) -> list[float]:
+    """Return the medians of the first losses of a run, without their sign, and of its first gradient norms.
+
+    0 stands for an unknown median.
+    """
     records = records_of(journal, journal.numbers()[:_NUM_TYPICAL])
     columns = ([each.loss for each in records], [each.norm for each in records if each.norm is not None])
     finite = ([abs(value) for value in column if math.isfinite(value)] for column in columns)
-    return Sizes(*(median(column) if column else 0.0 for column in finite))
+    return [median(column) if column else 0.0 for column in finite]
 
 
 def _are_same(one: float, other: float) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raysgd.journal.entries import TRAINER_ARGUMENTS, Leg, RunOptions
+from raysgd.journal.entries import TRAINER_ARGUMENTS, Leg
 from raysgd.journal.journal import Journal
 from raysgd.replay.comparing import options_of
 from raysgd.torch.torch_trainer import TorchTrainer
@@ -65,15 +65,6 @@ def _module(place: str, program: str) -> Any:
     return module
 
 
-class _Trainer(TorchTrainer):
-    """A trainer in this process that splits global batches exactly as the workers of the past run did."""
-
-    _batch_options: BatchOptions
-
-    def _divide(self, options: BatchOptions) -> BatchOptions:
-        return self._batch_options
-
-
 class Program:
     """Creates trainers that repeat the steps of a past run, from the user's operator class and config.
 
@@ -112,8 +103,9 @@ class Program:
         Raises:
             ValueError: A single process cannot repeat the steps of this run, or an entry of the config is missing.
         """
-        given = {**self.arguments_for(leg), **others}
-        cls = type("TorchTrainer", (_Trainer,), {"_batch_options": batch_options_for(leg)})
+        given, batch_options = {**self.arguments_for(leg), **others}, batch_options_for(leg)
+        # This trainer splits global batches exactly as the workers of the past run did.
+        cls = type("TorchTrainer", (TorchTrainer,), {"_divide": lambda trainer, options: batch_options})
         with cls(training_operator_cls=self.operator_cls, use_local=True, **given) as trainer:
             yield trainer
 
@@ -169,9 +161,14 @@ def batch_options_for(leg: Leg) -> BatchOptions:
     Raises:
         ValueError: One process cannot compute the same steps.
     """
-    options, num_workers = leg.run.options, leg.num_workers
-    _refuse(options)
-    batch_options = options_of(leg)
+    options, num_workers, batch_options = leg.run.options, leg.num_workers, options_of(leg)
+    for applies, what in (
+        (options.strategy != "ddp", f'`strategy="{options.strategy}"`'),
+        (options.use_horovod, '`backend="horovod"`'),
+        (options.precision == "apex" or options.use_fp16 == "apex", "Apex"),
+    ):
+        if applies:
+            raise ValueError(f"a run with {what} cannot be replayed, because one process does not take its steps.")
     if batch_options.is_global or num_workers == 1:
         return replace(batch_options, num_shards=batch_options.num_shards if batch_options.deterministic else 1)
     # Each worker had its own batch. The single process treats these batches as the shards of one global batch.
@@ -181,13 +178,3 @@ def batch_options_for(leg: Leg) -> BatchOptions:
             "`split_batches=True`, with which one process could take these steps."
         )
     return BatchOptions(deterministic=True, num_shards=num_workers)
-
-
-def _refuse(options: RunOptions) -> None:
-    for applies, what in (
-        (options.strategy != "ddp", f'`strategy="{options.strategy}"`'),
-        (options.use_horovod, '`backend="horovod"`'),
-        (options.precision == "apex" or options.use_fp16 == "apex", "Apex"),
-    ):
-        if applies:
-            raise ValueError(f"a run with {what} cannot be replayed, because one process does not take its steps.")

@@ -23,8 +23,7 @@ from raysgd.journal.journal import Journal, StepRecord
 from raysgd.replay.checkpoints import nearest_checkpoint
 from raysgd.replay.comparing import Comparison, compare, options_of, records_of, rounding_of, sizes_of
 from raysgd.replay.program import Program, batch_options_for
-from raysgd.replay.questions import journal_of
-from raysgd.replay.samples import data_of, samples_of, whole_batch
+from raysgd.replay.questions import data_of, journal_of, samples_of, whole_batch
 from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer
 
@@ -226,13 +225,12 @@ def replay(
     journal.check_step(step)
     before: float = step if begin is None else begin + 1
     while before < math.inf:
-        checkpoint = nearest_checkpoint(journal, int(before), checkpoints, only_inside=begin is not None)
-        start = 0 if checkpoint is None else checkpoint[0]
+        start, place = nearest_checkpoint(journal, int(before), checkpoints, only_inside=begin is not None)
         goals = (each.back_to for each in journal.left_out if start < each.step <= step and each.back_to is not None)
         before = min((goal + 1 for goal in goals if goal < start), default=math.inf)  # `Guard` restored that state
     legs = [each for each in journal.legs if each.until > start and each.after < step]
-    _check_legs(legs, checkpoint)
-    chosen, file = Program(program, config, options), None if checkpoint is None else checkpoint[1]
+    _check_legs(legs, place)
+    chosen, file = Program(program, config, options), place
     # If options change in a run, such as the global batch after the loss of a worker, another trainer continues.
     parts = [list(part) for _, part in groupby(legs, lambda leg: (batch_options_for(leg), chosen.arguments_for(leg)))]
     with tempfile.TemporaryDirectory(prefix="raysgd-") as temporary:
@@ -252,7 +250,16 @@ def replay(
                     callbacks.append(_Debugging(journal.begin_of(step), step, load))
                 _train(trainer, part[-1], until, file, temporary, callbacks)
             file = begin_of_next
-        return _compared(journal, Journal(temporary), legs, start, step, checkpoint, stopping.state)
+        replayed = Journal(temporary)
+    numbers = [number for number in journal.numbers() if start < number <= step]
+    for number in numbers:
+        _check_data(journal, replayed, number)
+        if replayed.step(number) is None:
+            raise ValueError(f"the replay took no step {number}: the program is not that of the run.")
+    rounding = rounding_of(legs, are_exact=all(options_of(leg).deterministic for leg in legs))
+    then, now = (records_of(each, numbers) for each in (journal, replayed))
+    comparison = compare(then, now, rounding, sizes_of(journal))
+    return Replayed(step, start, place, comparison, tuple(now), stopping.state)
 
 
 def _train(trainer: TorchTrainer, leg: Leg, until: int, file: str | None, folder: str, callbacks: list[Any]) -> None:
@@ -274,12 +281,12 @@ def _train(trainer: TorchTrainer, leg: Leg, until: int, file: str | None, folder
     raise ValueError("the program ended its run before the step: it is not the program of the run.")
 
 
-def _check_legs(legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
+def _check_legs(legs: list[Leg], checkpoint: str | None) -> None:
     """Check that one process can repeat the steps in all of these parts of epochs.
 
     Args:
         legs: The parts of epochs to repeat. Each part was run by one group of workers.
-        checkpoint: Step and location of the checkpoint from which to start, or None to start at the beginning.
+        checkpoint: Path or URI of the checkpoint from which to start, or None to start at the beginning.
 
     Raises:
         ValueError: One process cannot repeat some steps. The message gives the reason.
@@ -294,43 +301,6 @@ def _check_legs(legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
             f"the journal begins after step {legs[0].after}, and no checkpoint before the step is left. "
             "`Checkpointing(keep_last=None)` keeps all."
         )
-
-
-def _compared(
-    journal: Journal,
-    replayed: Journal,
-    legs: list[Leg],
-    begin: int,
-    step: int,
-    checkpoint: tuple[int, str] | None,
-    state: Mapping[str, Any],
-) -> Replayed:
-    """Compare the losses and norms of the replayed steps with the values in the journal of the run.
-
-    Return the result of the replay.
-
-    Args:
-        journal: The journal of the run.
-        replayed: The journal of the replay.
-        legs: The parts of epochs that were repeated.
-        begin: The step after which the replay started.
-        step: The last step of the replay.
-        checkpoint: Step and location of the checkpoint from which the replay started, or None.
-        state: The training state after the last step of the replay.
-
-    Raises:
-        ValueError: The replay trained on different data, or did not take one of the steps.
-    """
-    numbers = [number for number in journal.numbers() if begin < number <= step]
-    for number in numbers:
-        _check_data(journal, replayed, number)
-        if replayed.step(number) is None:
-            raise ValueError(f"the replay took no step {number}: the program is not that of the run.")
-    rounding = rounding_of(legs, are_exact=all(options_of(leg).deterministic for leg in legs))
-    then, now = (records_of(each, numbers) for each in (journal, replayed))
-    comparison = compare(then, now, rounding, sizes_of(journal))
-    place = None if checkpoint is None else checkpoint[1]
-    return Replayed(step, begin, place, comparison, tuple(now), state)
 
 
 def _check_data(journal: Journal, replayed: Journal, number: int) -> None:

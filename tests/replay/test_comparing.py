@@ -10,7 +10,7 @@ import torch
 
 from raysgd.journal.entries import Leg
 from raysgd.journal.journal import StepRecord
-from raysgd.replay.comparing import IN_16_BITS, IN_32_BITS, Rounding, Sizes, compare, rounding_of
+from raysgd.replay.comparing import IN_16_BITS, IN_32_BITS, Rounding, compare, rounding_of
 from tests.journal.made import made_leg
 
 NAN, INF = math.nan, math.inf
@@ -109,8 +109,8 @@ def test_values_that_are_no_numbers_can_be_equal(value: float) -> None:
 def test_losses_near_zero_are_compared_with_the_usual_size() -> None:
     pair = records([(1e-8, 1e-8)]), records([(2e-8, 2e-8)])
     assert compare(*pair, IN_32_BITS).step == 1
-    assert compare(*pair, IN_32_BITS, Sizes(2.0, 2.0)).step is None
-    assert compare(*pair, None, Sizes(2.0, 2.0)).step == 1
+    assert compare(*pair, IN_32_BITS, (2.0, 2.0)).step is None
+    assert compare(*pair, None, (2.0, 2.0)).step == 1
 
 
 def test_means_with_other_weights_are_not_compared() -> None:

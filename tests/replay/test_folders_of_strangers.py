@@ -183,8 +183,8 @@ def test_no_location_becomes_a_uri_beside_a_relative_folder(
 def test_checkpoints_that_were_deleted_are_skipped(honest: Path) -> None:
     checkpoints = honest / "checkpoints"
     (checkpoints / "epoch_0001.ckpt").unlink()
-    assert nearest_checkpoint(Journal(honest), 15) is None
-    assert nearest_checkpoint(Journal(honest), 15, str(checkpoints)) is None
+    assert nearest_checkpoint(Journal(honest), 15) == (0, None)
+    assert nearest_checkpoint(Journal(honest), 15, str(checkpoints)) == (0, None)
     assert nearest_checkpoint(Journal(honest), 21) == (20, str(checkpoints / "epoch_0002.ckpt"))
     with pytest.raises(ValueError, match=r"`checkpoints='.*nowhere'`: there is no such folder"):
         nearest_checkpoint(Journal(honest), 15, str(checkpoints / "nowhere"))

@@ -1,6 +1,6 @@
 """The samples that a journal gives for a step are those that the workers trained on, whatever happened to them.
 
-Covers `raysgd.replay.samples`.
+Covers `raysgd.replay.questions`.
 """
 
 from __future__ import annotations
