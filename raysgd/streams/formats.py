@@ -131,21 +131,11 @@ class FileStream(Stream):
         return [Shard(file.shard, None, version) for file, version in zip(self.files, self.versions, strict=True)]
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
-        return self.open_some(shard, start, lambda number: True)
-
-    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        return self._rows(self._by_shard[shard], start, is_needed)
+        return self._rows(self._by_shard[shard], start)
 
     @abstractmethod
-    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Yield the rows of a file from row number `start` on.
-
-        Args:
-            file: The file.
-            start: Number of the first row to yield, from 0.
-            is_needed: Function that takes a row number and returns True if the row is needed. In place of a row that is
-                not needed, any value may be yielded.
-        """
+    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
+        """Yield the rows of a file from row number `start` on, counted from 0."""
 
     @cached_property
     def _by_shard(self) -> dict[str, StreamFile]:
@@ -185,7 +175,7 @@ class _Lines(FileStream):
 
     endings = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
-    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
         with file.folder.reading(file.name) as content:
             lines = gzip.GzipFile(fileobj=content) if file.name.endswith(".gz") else content
             yield from from_row(filter(bytes.strip, lines), start)
@@ -198,8 +188,8 @@ class JSONLinesStream(_Lines):
     beginning.
     """
 
-    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        return map(json.loads, super().open_some(shard, start, is_needed))
+    def open(self, shard: str, start: int) -> Iterator[Any]:
+        return map(json.loads, super().open(shard, start))
 
     def _pipeline(self) -> Pipeline:
         """Return a pipeline that reads lines, and parses each line in a `map` step.
@@ -221,7 +211,12 @@ class TarStream(FileStream):
 
     endings = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
-    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+        return self._rows(self._by_shard[shard], start, is_needed)
+
+    def _rows(
+        self, file: StreamFile, start: int, is_needed: Callable[[int], bool] = lambda number: True
+    ) -> Iterator[Any]:
         with file.folder.reading(file.name) as content, tarfile.open(fileobj=content, mode="r:*") as tar:
             samples = groupby(_members(tar), key=lambda member: _key_and_field(member.name)[0])
             for number, (key, members) in enumerate(from_row(samples, start), start):
@@ -320,14 +315,11 @@ class ParquetStream(TableStream):
             for group, num_rows in enumerate(lengths)
         ]
 
-    def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+    def open(self, shard: str, start: int) -> Iterator[Any]:
         name, _, group = shard.rpartition("#")
         if name not in self._by_shard:
-            return super().open_some(shard, start, is_needed)
-        return self._rows_of(self._by_shard[name], start, [int(group)])
-
-    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        return self._rows_of(file, start, None)
+            return super().open(shard, start)
+        return self._rows(self._by_shard[name], start, int(group))
 
     @cached_property
     def _row_groups(self) -> list[list[int]]:
@@ -353,11 +345,11 @@ class ParquetStream(TableStream):
             raise ValueError(f"`columns={missing}` are not in the file. Available: {table.schema_arrow.names}.")
         return table
 
-    def _rows_of(self, file: StreamFile, start: int, groups: list[int] | None) -> Iterator[Any]:
+    def _rows(self, file: StreamFile, start: int, group: int | None = None) -> Iterator[Any]:
         with self._content(file) as content:
             table = self._table(content)
             lengths = _lengths(table)
-            groups = list(range(len(lengths))) if groups is None else groups
+            groups = list(range(len(lengths))) if group is None else [group]
             while groups and start >= lengths[groups[0]]:
                 start -= lengths[groups.pop(0)]
             num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in groups)
@@ -371,7 +363,7 @@ class ArrowStream(TableStream):
 
     endings = (".arrow", ".feather", ".ipc")
 
-    def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
+    def _rows(self, file: StreamFile, start: int) -> Iterator[Any]:
         ipc = require("pyarrow.ipc", "storage", "`ArrowStream`")
         with self._content(file) as content:
             is_stream = content.read(len(_MAGIC)) != _MAGIC
@@ -551,16 +543,12 @@ class HuggingFaceStream(Stream):
             at: Number of the first row to yield.
             note: Function that records the number of the next row and the state of the dataset there.
         """
-        for block in self._blocks(part):
+        blocks = ([row] for row in part) if self._formatter is None else map(self._formatted, part.iter(_ROWS_OF_TABLE))
+        for block in blocks:
             at, before = at + len(block), at
             if at // _NOTE_EVERY > before // _NOTE_EVERY:
                 note((at, part.state_dict()))
             yield from block
-
-    def _blocks(self, part: Any) -> Iterator[list[Any]]:
-        if self._formatter is None:
-            return ([row] for row in part)
-        return (self._formatted(table) for table in part.iter(_ROWS_OF_TABLE))
 
     def _formatted(self, table: Any) -> list[Any]:
         """Convert a table to the rows that the dataset would yield. This is faster than converting row by row."""

@@ -72,11 +72,6 @@ class LaneEnds:
         self._known = begin.lanes or (LanePosition(),) * num_lanes
         self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
 
-    @property
-    def num_left(self) -> int | None:
-        """Number of rows left in all lanes together. None if it is only known that there is at least one."""
-        return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
-
     def num_seen(self, num_rows: int) -> int:
         """Return how many rows to look ahead in each lane to find `num_rows` rows in total.
 
@@ -84,12 +79,13 @@ class LaneEnds:
         """
         if self._is_known:
             return 0
-        num_live = sum(not dry or seen > count for dry, seen, count in zip(*self._state, strict=True))
-        return -(-num_rows // max(1, num_live)) + 1
+        return -(-num_rows // max(1, sum(num_left > 0 for num_left in self.left))) + 1
 
     @property
-    def _state(self) -> tuple[list[bool], list[int], list[int]]:
-        return self._is_dry, self._seen_to, self.counts
+    def left(self) -> list[int]:
+        """For each lane, the number of rows that are left. `ENDLESS` if its end is unknown."""
+        lanes = zip(self._is_dry, self._seen_to, self.counts, strict=True)
+        return [seen - count if dry else ENDLESS for dry, seen, count in lanes]
 
     def see(self, counts: Sequence[int], num_rows: int, found: Sequence[tuple[int, LanePosition]]) -> None:
         """Send the other ranks how many rows are left in the lanes that this rank watches.
@@ -129,8 +125,7 @@ class LaneEnds:
         """
         self.hear()
         while True:
-            left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
-            dealt, turn = deal(num_rows, left, self._turn)
+            dealt, turn = deal(num_rows, self.left, self._turn)
             after = [count + more for count, more in zip(self.counts, dealt, strict=True)]
             # Accept these numbers only if, for each lane, the end is known or a row beyond the lane's contribution was
             # seen. Otherwise, the lane may end within its contribution or right after it. All ranks have the same
@@ -280,11 +275,10 @@ class GlobalReader:
 
     def _ends_here(self) -> bool:
         """Return True if it is known that the most recently requested global batch is the last of the pass."""
-        stream, num_left = self._stream, self._ends.num_left
+        stream, num_left = self._stream, sum(self._ends.left)
         if stream.limit is not None:
-            of_limit = stream.limit - self._ends.num_rows
-            num_left = of_limit if num_left is None else min(num_left, of_limit)
-        return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
+            num_left = min(num_left, stream.limit - self._ends.num_rows)
+        return num_left < (self._shares.global_size if stream.drop_last else 1)
 
     def _wanted(self, dealt: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
         """Return which rows of each lane this worker reads for a batch.

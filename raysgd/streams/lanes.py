@@ -524,7 +524,11 @@ class LaneReader:
 
     Attributes:
         names: For each part of the lane (its rows from one shard), the name of the shard.
+        passed: Number of rows of the current global batch that were read. Negative if rows of earlier global batches,
+            which other workers have used, must still be skipped.
     """
+
+    passed = 0
 
     def __init__(self, of_pass: StreamPass, lane: int, opened: OpenShards, position: LanePosition) -> None:
         self._parts, self._opened, self._block = of_pass.parts[lane], opened, of_pass.block

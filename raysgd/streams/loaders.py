@@ -96,9 +96,6 @@ class BatchMaker:
         near = range(max(0, watched.start - _NUM_NEIGHBORS), min(of_pass.num_lanes, watched.stop + _NUM_NEIGHBORS))
         self._opened = OpenShards(of_pass, near)
         self._readers: dict[int, LaneReader] = {}
-        # For each open lane, the number of rows of the current global batch that were read. Negative if rows of earlier
-        # global batches, which other workers have used, must still be skipped.
-        self._passed: dict[int, int] = {}
         self._orders: deque[BatchOrder] = deque()
 
     def order(self, order: BatchOrder) -> None:
@@ -116,10 +113,10 @@ class BatchMaker:
         """Make the requested batches, and look ahead in lanes if this was requested."""
         self._places = order.places
         batches = [self._batch(wanted) if wanted else None for wanted in order.batches]
-        for lane in list(self._readers):
-            self._passed[lane] -= order.counts[lane]
-            if self._passed[lane] < -_MOST_BEHIND and lane not in self.watched:
-                del self._readers[lane], self._passed[lane]  # opening the lane again is faster than skipping rows
+        for lane, reader in list(self._readers.items()):
+            reader.passed -= order.counts[lane]
+            if reader.passed < -_MOST_BEHIND and lane not in self.watched:
+                del self._readers[lane]  # opening the lane again is faster than skipping rows
         found = [self._peek(lane, order.num_seen) for lane in self.watched] if order.num_seen else []
         return MadeBatches(batches, found)
 
@@ -140,8 +137,8 @@ class BatchMaker:
         """
         for lane, start, stop in wanted:  # slices of the same lane are in the order of rows
             reader = self._reader(lane)
-            reader.skip(start - self._passed[lane])
-            self._passed[lane] = stop
+            reader.skip(start - reader.passed)
+            reader.passed = stop
             for part, number, row in reader.read(stop - start):
                 yield reader.names[part], number, row
 
@@ -153,8 +150,8 @@ class BatchMaker:
             num_rows: Count at most this many rows.
         """
         reader = self._reader(lane)
-        reader.skip(-self._passed[lane])
-        self._passed[lane] = 0
+        reader.skip(-reader.passed)
+        reader.passed = 0
         return reader.peek(num_rows), reader.position
 
     def _reader(self, lane: int) -> LaneReader:
@@ -162,7 +159,6 @@ class BatchMaker:
         if reader is None:
             position = self._pass.position(lane, self._places[lane])
             reader = self._readers[lane] = LaneReader(self._pass, lane, self._opened, position)
-            self._passed[lane] = 0
         return reader
 
 
