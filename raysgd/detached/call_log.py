@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class LoggedCall:
         token: The call's ID, unique across all programs.
         method: Name of the trainer's method.
         program: ID of the program that waits for the answer. None if that program has ended and another program may
-            get the answer. An empty string if that program has ended and no other program may get the answer.
+            get the answer. An empty string if no program may get the answer: the call is then deleted when it ends.
         words: Description of the program that made the call.
         answer: A future for the pickled `CallOutcome`, which is set when the call ends.
         began_at: Time at which the call started, as returned by `time.time`. None while the call is queued.
@@ -115,6 +114,8 @@ class CallLog:
         answer = packed_answer(interruptible)
         self._note(call, answer)
         call.answer.set_result(answer)
+        if call.program == "":
+            self.confirm(call.token)
 
     def _end_interrupts(self) -> None:
         """From now on, prevent `interrupt` from raising `KeyboardInterrupt` in the running call.
@@ -147,8 +148,11 @@ class CallLog:
     def confirm(self, token: str) -> None:
         """Delete a call, because a program has received its answer."""
         with self._lock:
-            self._calls.pop(token, None)
-            self._interrupted.discard(token)
+            self._forget(token)
+
+    def _forget(self, token: str) -> None:
+        self._calls.pop(token, None)
+        self._interrupted.discard(token)
 
     def running(self) -> LoggedCall | None:
         """Return the oldest call without an answer. It is running or about to start. Return None if there is none."""
@@ -158,24 +162,14 @@ class CallLog:
     def leave(self, program: str) -> None:
         """Record that a program has ended. Its calls continue, and another program can get their answers."""
         with self._lock:
-            calls = [call for call in self._calls.values() if call.program == program]
-            for call in calls:
-                call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
-        for call in calls:
-            # An empty string marks a call that requests a value of an iterator, or closes the iterator. Only the
-            # program that created the iterator could use the answer, so the call is deleted when it ends.
-            if call.program == "":
-                call.answer.add_done_callback(partial(self._forget, call.token))
-        self._drop_oldest()
-
-    def _forget(self, token: str, answer: Future[bytes]) -> None:
-        self.confirm(token)
-
-    def _drop_oldest(self) -> None:
-        with self._lock:
-            left = [call.token for call in self._calls.values() if call.program is None and call.answer.done()]
-            for token in left[:-_MOST_LEFT]:
-                del self._calls[token]
+            for call in self._calls.values():
+                if call.program == program:
+                    # Only the program that created an iterator could use the answer to a call for its next value.
+                    call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
+            ended = [call for call in self._calls.values() if call.answer.done()]
+            oldest = [call for call in ended if call.program is None][:-_MOST_LEFT]
+            for call in [*(call for call in ended if call.program == ""), *oldest]:
+                self._forget(call.token)
 
     def programs(self) -> set[str]:
         """Return the IDs of the programs that have made calls and have not received the answers yet."""

@@ -355,7 +355,6 @@ class TrainerProcess:
             assert self._kept_trainer is not None, "the trainer was just made"
             self._kept_trainer.take_over(kept)
         self._is_made.set()
-        self._log.confirm("restart")
 
     def _refuse(self, method: str, why: str) -> None:
         raise TrainerLostError(f"The trainer's process has died in `{method}`, {why}.")
