@@ -79,5 +79,5 @@ class HorovodConfig(BackendConfig):
     def connection(self, num_gpus_per_worker: float) -> Connection:
         names = [self.nics] if isinstance(self.nics, str) else self.nics or ()
         return PlacedConnection(
-            HorovodConnection(start_timeout_s=float(self.timeout_s), interfaces=tuple(sorted(names)))
+            HorovodConnection(form_timeout_s=float(self.timeout_s), interfaces=tuple(sorted(names)))
         )

@@ -23,7 +23,7 @@ from raysgd.core.cluster.resources import Resources
 from raysgd.core.connections._gloo import OpenSocket, open_sockets, opened_since
 from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.mesh.meeting import ConnectFailed
-from raysgd.core.connections.mesh.mesh import MeshBroken
+from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
 from raysgd.core.connections.tensorflow import TensorFlowConnection
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.group import WorkerGroup
@@ -148,7 +148,8 @@ class ImpatientTensorFlow(TensorFlowConnection):
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         super().join(rendezvous, world, even_alone=even_alone)
-        for lane in self._lanes:
+        for lane in self._parts:
+            assert isinstance(lane, Mesh)
             lane.timeout_s = IMPATIENCE_S
 
 
@@ -413,7 +414,8 @@ class SlowAbort:
 def test_an_interrupt_does_not_wait_until_nccl_is_aborted_but_leaving_does(monkeypatch: pytest.MonkeyPatch) -> None:
     abort = SlowAbort()
     monkeypatch.setattr("raysgd.core.connections.torch._abort_process_group", abort)
-    connection = TorchConnection("nccl", _has_joined=True)
+    connection = TorchConnection("nccl")
+    connection._has_joined = True
     connection.interrupt()
     connection.interrupt()
     threading.Timer(0.2, abort.may_end.set).start()
@@ -425,7 +427,8 @@ def test_nobody_waits_for_ever_until_nccl_is_aborted(monkeypatch: pytest.MonkeyP
     abort = SlowAbort()
     monkeypatch.setattr("raysgd.core.connections.torch._abort_process_group", abort)
     monkeypatch.setattr("raysgd.core.connections.torch._ABORT_S", 0.05)
-    connection = TorchConnection("nccl", _has_joined=True)
+    connection = TorchConnection("nccl")
+    connection._has_joined = True
     connection.interrupt()
     with pytest.raises(ConnectFailed, match="NCCL did not end its connections") as raised:
         connection.leave()

@@ -244,7 +244,8 @@ def test_models_are_divided_on_a_gpu() -> None:
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_sums_count_once_the_gpu_has_completed_them_and_no_rank_is_lost(is_lost: bool) -> None:
     with boards_of(2) as boards:
-        connection, queued = TorchConnection("nccl", _board=boards[0]), torch.cuda.Event()
+        connection, queued = TorchConnection("nccl"), torch.cuda.Event()
+        connection._board, connection._parts = boards[0], [boards[0]]
         torch.cuda._sleep(10**9)
         queued.record()
         if is_lost:

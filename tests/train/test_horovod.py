@@ -24,8 +24,8 @@ def test_it_is_found_by_its_name() -> None:
 
 
 def test_the_start_has_a_patience_of_its_own() -> None:
-    assert connection_of(HorovodConfig(timeout_s=7)) == HorovodConnection(start_timeout_s=7.0)
-    assert connection_of(HorovodConfig()).timeout_s > connection_of(HorovodConfig()).start_timeout_s == 300  # type: ignore[operator]
+    assert connection_of(HorovodConfig(timeout_s=7)) == HorovodConnection(form_timeout_s=7.0)
+    assert connection_of(HorovodConfig()).timeout_s > connection_of(HorovodConfig()).form_timeout_s == 300
 
 
 @pytest.mark.parametrize(

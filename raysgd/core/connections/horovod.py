@@ -1,33 +1,30 @@
 """Connects workers with Horovod over gloo, without `mpirun`.
 
-The workers find each other through a rendezvous server on rank 0.
+Horovod's processes find each other through a rendezvous server on rank 0. The ranks start Horovod only once all of them
+have met at their endpoints.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd.core.connections._compiler import defer_compiler
-from raysgd.core.connections.mesh.meeting import listen_at
-from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.connections.mesh.board import Board, neighbors
+from raysgd.core.connections.mesh.meeting import Address, ConnectFailed, ListeningConnection, listen_at
+from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.core.memory import keep_freed_memory
 
 INSTALL_COMMAND = "python -m raysgd.horovod.install"
 
-_POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
-_SCOPE = "raysgd"  # namespace for raysgd's keys on Horovod's rendezvous server
 # Longest interval, in seconds, at which Horovod checks for stalled collectives. It equals Horovod's default.
 _LONGEST_STALL_WARNING_S = 60
 
@@ -36,12 +33,8 @@ _LONGEST_STALL_WARNING_S = 60
 _MISTAKES = ("mismatched ", "with the same name as another tensor", "rank zero tried to ", "not supported with join")
 
 
-class RendezvousFailed(RuntimeError):
-    """The ranks could not connect to each other. Only `join` raises this error."""
-
-
 @dataclass
-class HorovodConnection(Connection):
+class HorovodConnection(ListeningConnection):
     """Initializes Horovod over all ranks, even for a single rank, so that `hvd.rank()` works in user code.
 
     The connection sets environment variables that Horovod reads. If the user has set a variable for a timeout or a
@@ -51,22 +44,18 @@ class HorovodConnection(Connection):
         timeout_s: How long a collective may wait for other ranks before it raises, rounded up to whole seconds. Horovod
             checks for late ranks at intervals of a quarter of the timeout, but of at least 1 s and at most 60 s. It may
             therefore raise late, by up to three of these intervals.
-        start_timeout_s: How long each rank waits until all ranks are ready to initialize Horovod. Default: `timeout_s`.
+        form_timeout_s: How long each rank waits until all ranks are ready to initialize Horovod. `timeout_s` is the
+            upper limit.
         interfaces: Names of allowed network interfaces. Each node uses the first interface in the list that exists
             there. If empty, each node uses the interface that leads to rank 0.
     """
 
-    timeout_s: float = 1800.0
-    start_timeout_s: float | None = None
     interfaces: tuple[str, ...] = ()
-    _end_server: Callable[[], None] | None = field(default=None, repr=False, compare=False)
-    _is_interrupted: bool = field(default=False, repr=False, compare=False)
-    _has_joined: bool = field(default=False, repr=False, compare=False)
-    _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the settings. The driver's copy may still hold the state of an earlier group."""
-        return type(self), (self.timeout_s, self.start_timeout_s, self.interfaces)
+    def _forget_group(self) -> None:
+        super()._forget_group()
+        self._end_server: Callable[[], None] | None = None
+        self._has_joined = False
 
     def load(self) -> None:
         """Import Horovod.
@@ -81,24 +70,12 @@ class HorovodConnection(Connection):
     def load_in_driver(self) -> None:
         import_horovod()
 
-    @property
-    def listens_alone(self) -> bool:
-        return True
-
-    def open_endpoint(self, host: str, rank: int) -> int:
-        """Start Horovod's rendezvous server on rank 0, and return its port. Other ranks return 0."""
-        self._is_interrupted = False
-        if rank:
-            return 0
-        port, self._end_server = _start_server(host)
-        return port
-
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Initialize Horovod, even for a single rank.
 
         Raises:
             RuntimeError: Other code in this process has already initialized Horovod.
-            RendezvousFailed: Another rank failed or was too late, or this rank was interrupted.
+            ConnectFailed: Another rank failed or was too late, or this rank was interrupted.
             ValueError: This node has none of the allowed interfaces.
         """
         hvd = import_horovod()
@@ -107,58 +84,54 @@ class HorovodConnection(Connection):
                 "Horovod is already initialized in this process. A trainer with `use_local=True` needs Horovod in the "
                 "driver for itself: call `hvd.shutdown()`, or shut the other trainer down, first."
             )
-        crossing = self._wait_for_all(rendezvous, world)
-        self._set_variables(rendezvous, world, crossing)
+        port = 0
+        if world.rank == 0:
+            port, self._end_server = _start_server(rendezvous.address)
+        port, crossing = self._wait_for_all(rendezvous, world, port)
+        interface = first_of(self.interfaces) if self.interfaces else _interface_towards(rendezvous.address)
+        places = place((rendezvous.address, port), world, crossing)
+        self._set_variables({**tuning(self.timeout_s, interface, os.environ), **places})
         self._has_joined = True
         try:
             hvd.init()
         except ValueError as error:
-            raise RendezvousFailed(
+            raise ConnectFailed(
                 f"Horovod could not connect {world.size} ranks. See Horovod's message above."
             ) from error
 
-    def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
-        """Wait until all ranks have reached this point. Return this rank's cross rank and cross size (see `crossings`).
+    def _wait_for_all(self, rendezvous: Rendezvous, world: World, port: int) -> tuple[int, tuple[int, int]]:
+        """Wait until all ranks have reached this point.
 
         Without this wait, ranks would wait for each other in `hvd.init`, which only rank 0 can interrupt.
+
+        Args:
+            rendezvous: The ranks' addresses.
+            world: This rank and the size of the group.
+            port: Port of Horovod's rendezvous server, if it is on this rank.
+
+        Returns:
+            The port of the server on rank 0, and this rank's cross rank and cross size (see `crossings`).
         """
-        deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
-        _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
-        if world.rank == 0:
-            places = [self._wait_for(rendezvous, f"place-{rank}", deadline) for rank in range(world.size)]
-            _put(rendezvous, "crossings", crossings(places))
-        rank, size = self._wait_for(rendezvous, "crossings", deadline)[world.rank]
-        return rank, size
-
-    def _wait_for(self, rendezvous: Rendezvous, key: str, deadline: float) -> Any:
-        while (value := _get(rendezvous, key)) is None:
-            if self._is_interrupted or time.monotonic() > deadline:
-                raise RendezvousFailed("another rank failed, or was too slow to join the group")
-            time.sleep(_POLL_S)
-        return value
-
-    def _set_variables(self, rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> None:
-        interface = first_of(self.interfaces) if self.interfaces else _interface_towards(rendezvous.address)
-        variables = {**tuning(self.timeout_s, interface, os.environ), **place(rendezvous, world, crossing)}
-        for name, value in variables.items():
-            self._variables_before.setdefault(name, os.environ.get(name))
-            os.environ[name] = value
+        if not world.is_distributed:
+            return port, (0, 1)
+        deadline = self._deadline()
+        [connections] = self._meet(rendezvous, world, [neighbors(world.rank, world.size)], deadline)
+        board = Board(world.rank, world.size, connections)
+        self._parts = [board]
+        deadline.check()  # raise if this rank was interrupted before the board existed
+        word = json.dumps([port, world.node_rank, world.local_rank]).encode()
+        words = [json.loads(each) for each in board.exchange("raysgd/place", word, self._form_timeout_s)]
+        return words[0][0], crossings([place for _, *place in words])[world.rank]
 
     def interrupt(self) -> None:
-        self._is_interrupted = True
+        super().interrupt()
         self._close_server()  # closing the server makes `hvd.init` fail if it is still waiting for ranks
 
     def leave(self) -> None:
         if self._has_joined:  # do not shut down Horovod if other code initialized it
             import_horovod().shutdown()
-        self._has_joined = False
         self._close_server()
-        while self._variables_before:
-            name, value = self._variables_before.popitem()
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        super().leave()
 
     def _close_server(self) -> None:
         end, self._end_server = self._end_server, None
@@ -173,7 +146,7 @@ def is_connection_error(error: BaseException) -> bool:
     """Return True if the exception means that the connections of the group are broken."""
     from horovod.common.exceptions import HorovodInternalError
 
-    if isinstance(error, RendezvousFailed):
+    if isinstance(error, ConnectFailed | MeshBroken):
         return True
     text = str(error).lower()
     return isinstance(error, HorovodInternalError) and not any(mistake in text for mistake in _MISTAKES)
@@ -222,11 +195,12 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     return answer
 
 
-def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> dict[str, str]:
+def place(server: Address, world: World, crossing: tuple[int, int]) -> dict[str, str]:
     """Return the environment variables from which Horovod reads this process's place in the group.
 
-    The variables also contain the rendezvous server's address, and make Horovod use gloo.
+    The variables also contain the address of the rendezvous server, and make Horovod use gloo.
     """
+    host, port = server
     return {
         "HOROVOD_HOSTNAME": f"node-{world.node_rank}",
         "HOROVOD_RANK": str(world.rank),
@@ -235,8 +209,8 @@ def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> di
         "HOROVOD_LOCAL_SIZE": str(world.local_size),
         "HOROVOD_CROSS_RANK": str(crossing[0]),
         "HOROVOD_CROSS_SIZE": str(crossing[1]),
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous.port),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }
@@ -319,25 +293,3 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
         thread.join()
 
     return int(server.server_address[1]), end
-
-
-def _put(rendezvous: Rendezvous, key: str, value: Any) -> None:
-    """Store a value on the rendezvous server, under a key in raysgd's namespace."""
-    _request(rendezvous, "PUT", key, json.dumps(value))
-
-
-def _get(rendezvous: Rendezvous, key: str) -> Any:
-    """Return the value of a key in raysgd's namespace on the rendezvous server, or None if the key is not set yet."""
-    status, body = _request(rendezvous, "GET", key)
-    return json.loads(body) if status == http.HTTPStatus.OK else None
-
-
-def _request(rendezvous: Rendezvous, method: str, key: str, body: str | None = None) -> tuple[int, bytes]:
-    host, port = rendezvous.address, rendezvous.port
-    try:
-        with closing(http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)) as connection:
-            connection.request(method, f"/{_SCOPE}/{key}", body)
-            response = connection.getresponse()
-            return response.status, response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise RendezvousFailed(f"no answer from rank 0 at {host}:{port}: {error}") from error

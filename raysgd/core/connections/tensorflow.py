@@ -16,12 +16,9 @@ from dataclasses import dataclass, field
 from raysgd.core.connections._origins import with_causes
 from raysgd.core.connections.group import EarlyVotes, Group
 from raysgd.core.connections.mesh.board import others
-from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, ListeningConnection
+from raysgd.core.connections.mesh.meeting import ConnectFailed, ListeningConnection
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
-from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S
 from raysgd.core.engine.shared.types import Rendezvous, World
-
-_TF_CONFIG = "TF_CONFIG"
 
 GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 """Environment variable with which TensorFlow takes memory of a GPU as it needs it. By default, it takes all of it."""
@@ -33,15 +30,9 @@ class TensorFlowConnection(ListeningConnection):
 
     Attributes:
         variables: Environment variables to set in remote workers before TensorFlow is imported.
-        timeout_s: How long a collective may wait for other ranks before it raises.
-        form_timeout_s: How long ranks may take to form a group. `timeout_s` is the upper limit.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
-    timeout_s: float = 1800.0
-    form_timeout_s: float = FORM_TIMEOUT_S
-    _is_interrupted: bool = field(default=False, repr=False, compare=False)
-    _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
     _num_threads: int | None = field(default=None, repr=False, compare=False)
 
     def limit_threads(self, num_threads: int) -> None:
@@ -65,31 +56,20 @@ class TensorFlowConnection(ListeningConnection):
                 "Another trainer with `use_local=True` has its rank 0 in this process, which can hold one only: "
                 "shut that trainer down first."
             )
-        assert self._endpoint is not None, "a rank of several listens before it joins the others"
-        deadline = Deadline(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
-        lanes = self._endpoint.connect(rendezvous, world.rank, [others(world.rank, world.size)] * 2, deadline)
-        self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
+        deadline = self._deadline()
+        lanes = self._meet(rendezvous, world, [others(world.rank, world.size)] * 2, deadline)
+        gradients, votes = (Mesh(lane, self.timeout_s) for lane in lanes)
+        self._parts = [gradients, votes]
         deadline.check()  # raise if this rank was interrupted before the connections existed
         addresses = [f"{host}:{port}" for host, port in zip(rendezvous.hosts, rendezvous.ports, strict=True)]
-        os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
-        gradients, votes = self._lanes
+        self._set_variables({"TF_CONFIG": cluster_of(addresses, world.rank)})
         _JOINED = Group(world, gradients, rendezvous.hosts), EarlyVotes(world, votes)
-
-    def interrupt(self) -> None:
-        self._is_interrupted = True
-        for lane in self._lanes:
-            lane.interrupt()
 
     def leave(self) -> None:
         global _JOINED
-        for lane in self._lanes:
-            lane.close_sockets()
-        if _JOINED is not None and self._lanes:
+        if self._parts:
             _JOINED = None
-            os.environ.pop(_TF_CONFIG, None)
-        if self._endpoint is not None:
-            self._endpoint.close_sockets()
-        self._lanes, self._endpoint, self._is_interrupted = [], None, False
+        super().leave()
 
     def is_connection_error(self, error: BaseException) -> bool:
         return any(isinstance(link, MeshBroken | ConnectFailed) for link in with_causes(error))

@@ -29,7 +29,6 @@ from raysgd.core.connections.group import Group
 from raysgd.core.connections.mesh.board import Board, neighbors, others
 from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, ListeningConnection, listen_at
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
-from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.core.memory import keep_freed_memory
 
@@ -70,32 +69,29 @@ class TorchConnection(ListeningConnection):
 
     Attributes:
         transport: "gloo" or "nccl".
-        timeout_s: How long a collective may wait for other ranks before it raises.
-        form_timeout_s: How long ranks may take to form a group. `timeout_s` is the upper limit.
         joins_alone: True to form a group even for a single rank, because other ranks may join later.
         variables: Environment variables for NCCL, which are set in each worker unless it has them.
     """
 
     transport: str = "gloo"
-    timeout_s: float = 1800.0
-    form_timeout_s: float = FORM_TIMEOUT_S
     joins_alone: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
-    _board: Board | None = field(default=None, repr=False, compare=False)
-    # This reference keeps the store alive, because PyTorch's C++ code calls its Python methods.
-    _store: Any = field(default=None, repr=False, compare=False)
-    _is_interrupted: bool = field(default=False, repr=False, compare=False)
-    _has_joined: bool = field(default=False, repr=False, compare=False)
-    _gloo: GlooConnections | None = field(default=None, repr=False, compare=False)
-    _mesh: Mesh | None = field(default=None, repr=False, compare=False)
-    _group: Group | None = field(default=None, repr=False, compare=False)
-    _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
-    _is_cut: bool = field(default=False, repr=False, compare=False)
-    _is_formed: bool = field(default=False, repr=False, compare=False)
-    _beside: list[Any] = field(default_factory=list, repr=False, compare=False)
-    _former: list[DelayedCalls] = field(default_factory=list, repr=False, compare=False)
-    _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
-    _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._former: list[DelayedCalls] = []
+        self._gpus_of_driver: tuple[str, ...] = ()
+
+    def _forget_group(self) -> None:
+        super()._forget_group()
+        self._board: Board | None = None
+        self._store: Any = None  # keeps the store alive, because PyTorch's C++ code calls its Python methods
+        self._gloo: GlooConnections | None = None
+        self._mesh: Mesh | None = None
+        self._group: Group | None = None
+        self._aborting: threading.Thread | None = None
+        self._is_cut = self._is_formed = self._has_joined = False
+        self._beside: list[Any] = []
 
     def load(self) -> None:
         self.load_in_driver()
@@ -156,9 +152,6 @@ class TorchConnection(ListeningConnection):
         global _joined
         _joined = self
 
-    def _deadline(self) -> Deadline:
-        return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
-
     def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
         """Connect to the other ranks.
 
@@ -166,30 +159,30 @@ class TorchConnection(ListeningConnection):
         """
         if not world.is_distributed:
             return _c10d("HashStore")()
-        assert self._endpoint is not None, "a rank of several listens before it joins the others"
         lanes = [neighbors(world.rank, world.size)]
         if self.transport == "gloo":
             lanes.append(others(world.rank, world.size))
-        on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, lanes, deadline)
+        on_board, *in_mesh = self._meet(rendezvous, world, lanes, deadline)
         self._board = Board(world.rank, world.size, on_board)
+        self._parts = [self._board]
         self._gloo = GlooConnections(self._board)
         for lane in in_mesh:
             self._mesh = Mesh(lane, self._form_timeout_s)
             self._group = Group(world, self._mesh, rendezvous.hosts)
+            self._parts = [self._mesh, self._board]
         if self.transport == "gloo":
             from raysgd.core.connections.mesh.store import BoardStore
 
             return BoardStore(self._board, self._form_timeout_s)
         self._see_gpus_of_node(world)
-        return self._store_of_rank_0(rendezvous, world, self._board)
+        return self._store_of_rank_0(rendezvous.address, world, self._board)
 
-    def _store_of_rank_0(self, rendezvous: Rendezvous, world: World, board: Board) -> Any:
+    def _store_of_rank_0(self, host: str, world: World, board: Board) -> Any:
         """Return a `TCPStore` hosted by rank 0, for NCCL.
 
         With NCCL, a store implemented in Python is unsafe, because NCCL's threads would call it while the process
         exits.
         """
-        host = rendezvous.address
         options = {"wait_for_workers": False, "timeout": datetime.timedelta(seconds=self._form_timeout_s)}
         if world.rank == 0:
             with listen_at(host) as listener:
@@ -200,17 +193,10 @@ class TorchConnection(ListeningConnection):
         port = int(board.get(_STORE, self._form_timeout_s))
         return _c10d("TCPStore")(host, port, is_master=False, **options)
 
-    def _tell(self, world: World, topic: str, word: bytes) -> list[bytes]:
-        """Send a byte string to all ranks over the board. Return every rank's string, in rank order.
-
-        Args:
-            world: This rank and the size of the group.
-            topic: Prefix of the keys on the board. Must be the same on all ranks, and different for each call.
-            word: This rank's string.
-        """
+    def _exchange(self, topic: str, word: bytes) -> list[bytes]:
+        """Send a byte string to all ranks over the board. Return every rank's string. See `Board.exchange`."""
         assert self._board is not None
-        self._board.put(f"{topic}/{world.rank}", word)
-        return [self._board.get(f"{topic}/{rank}", self._form_timeout_s) for rank in range(world.size)]
+        return self._board.exchange(topic, word, self._form_timeout_s)
 
     def _see_gpus_of_node(self, world: World) -> None:
         """Make the GPUs of every worker on this node visible to this worker, and select this worker's own GPU.
@@ -227,7 +213,7 @@ class TorchConnection(ListeningConnection):
         own, assigned = os.environ.get(_VISIBLE, ""), self._gpus_of_driver or world.gpu_ids
         obstacle = why_ranks_cannot_share(os.environ.get(MULTI_RANK), loaded_nccl())
         word = json.dumps([world.node_rank, ",".join(self._gpus_of_driver) or own, assigned[:1], obstacle])
-        by_rank = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word.encode())]
+        by_rank = [json.loads(each) for each in self._exchange("raysgd/gpus", word.encode())]
         num_ranks = Counter((node_rank, gpu_id) for node_rank, _, gpu_ids, _ in by_rank for gpu_id in gpu_ids)
         for rank, (node_rank, _, gpu_ids, obstacle) in enumerate(by_rank):
             if obstacle and any(num_ranks[node_rank, gpu_id] > 1 for gpu_id in gpu_ids):
@@ -270,20 +256,15 @@ class TorchConnection(ListeningConnection):
         if self._gloo is not None:
             # With NCCL, gloo wrote its addresses to the `TCPStore`, so also write them to the board.
             if self.transport != "gloo":
-                self._tell_where_gloo_listens(opened_since(before)[1])
+                listening = map(as_written, opened_since(before)[1])
+                self._exchange(f"raysgd/listens/{len(self._beside)}", b"".join(listening))
             self._gloo.look()
         if self._is_cut:  # another thread has interrupted the group in the meantime
             self._cut()
         return group
 
-    def _tell_where_gloo_listens(self, listening: Sequence[str]) -> None:
-        import torch.distributed as dist
-
-        world = World(dist.get_rank(), dist.get_world_size())
-        self._tell(world, f"raysgd/listens/{len(self._beside)}", b"".join(map(as_written, listening)))
-
     def interrupt(self) -> None:
-        self._is_interrupted = True
+        self._is_interrupted = True  # before gloo's sockets are cut, so that `join` does not succeed
         self._cut()
 
     def give_up(self, error: BaseException) -> None:
@@ -294,7 +275,7 @@ class TorchConnection(ListeningConnection):
         """
         is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
         if self._is_formed and is_in_mesh:
-            self._end_exchanges()
+            super().interrupt()
         else:
             self.interrupt()
 
@@ -304,15 +285,11 @@ class TorchConnection(ListeningConnection):
             if self._gloo is not None:
                 self._gloo.cut()
         finally:
-            self._end_exchanges()
+            for part in self._parts:
+                part.interrupt()
         if self.transport == "nccl" and self._has_joined and self._aborting is None:
             self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
             self._aborting.start()  # in a thread, because aborting may take long and this thread answers heartbeats
-
-    def _end_exchanges(self) -> None:
-        for part in (self._mesh, self._board):
-            if part is not None:
-                part.interrupt()
 
     def wait_for_collectives(self) -> None:
         """With NCCL, wait until the GPU has completed the collectives that this rank has started.
@@ -388,40 +365,23 @@ class TorchConnection(ListeningConnection):
             # Raise an error. This process still answers heartbeats, so the other ranks would otherwise wait forever.
             if self._aborting.is_alive():
                 raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
-            self._aborting = None
         if self._has_joined:  # do not destroy a group that other code formed
             end_process_group()
-        for part in (self._mesh, self._board, self._endpoint):
-            if part is not None:
-                part.close_sockets()
-        self._mesh = self._board = self._gloo = self._endpoint = self._group = self._store = None
-        self._has_joined = self._is_interrupted = False
-        self._is_formed, self._beside = False, []
-        while self._own_variables:
-            os.environ.pop(self._own_variables.pop(), None)
+        super().leave()
 
     def is_connection_error(self, error: BaseException) -> bool:
         return is_connection_error(error)
-
-    @property
-    def _form_timeout_s(self) -> float:
-        return min(self.form_timeout_s, self.timeout_s)
 
     def _choose_interface(self, rendezvous: Rendezvous) -> None:
         """Make gloo use the loopback interface if all ranks are on one node, and make NCCL's waits blocking.
 
         Environment variables that the user has set stay unchanged.
         """
-        if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
-            self._set_variable("GLOO_SOCKET_IFNAME", "lo")
+        has_loopback = rendezvous.on_one_node and os.path.exists("/sys/class/net/lo")
+        variables = {"GLOO_SOCKET_IFNAME": "lo"} if has_loopback else {}
         if self.transport == "nccl":
-            for name, value in {"NCCL_BLOCKING_WAIT": "1", **self.variables}.items():
-                self._set_variable(name, value)
-
-    def _set_variable(self, name: str, value: str) -> None:
-        if name not in os.environ:
-            os.environ[name] = value
-            self._own_variables.append(name)
+            variables |= {"NCCL_BLOCKING_WAIT": "1", **self.variables}
+        self._set_variables({name: value for name, value in variables.items() if name not in os.environ})
 
 
 _joined: TorchConnection | None = None  # the connection that formed this process's default group

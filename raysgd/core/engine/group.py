@@ -270,7 +270,7 @@ class WorkerGroup:
         addresses = {rank: listening[worker] for rank, worker in enumerate(self.workers) if worker in listening}
         # A driver that is the only worker need not listen. But if it has listened before, it must listen again, because
         # `open_endpoint` also makes a rank leave its old group.
-        if self.is_driver_only and not self._spec.connection.listens_alone and not self._has_listened:
+        if self.is_driver_only and not self._has_listened:
             addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
         self._has_listened |= bool(opening)

@@ -94,14 +94,14 @@ class TorchFramework(Framework):
     leaves_epochs = runs_worker_callbacks = True
 
     def __init__(self, group: GroupSettings, settings: TorchSettings) -> None:
-        timeout_s, form_timeout_s = group.timeout_s, group.recovery.form_timeout_s
+        timeouts = {"timeout_s": group.timeout_s, "form_timeout_s": group.recovery.form_timeout_s}
         if group.backend == "horovod":
             from raysgd.core.connections.horovod import HorovodConnection
 
-            self.connection = HorovodConnection(timeout_s, form_timeout_s)
+            self.connection = HorovodConnection(**timeouts)
         else:
             joins_alone, variables = settings.may_grow, variables_of_nccl()
-            self.connection = TorchConnection(group.backend, timeout_s, form_timeout_s, joins_alone, variables)
+            self.connection = TorchConnection(group.backend, joins_alone, variables, **timeouts)
         self._shows_progress = settings.use_tqdm
         self.reservation_timeout_s = constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
         self.keeps_survivors, self.renews_survivors = settings.keeps_survivors, settings.strategy == "fsdp"

@@ -50,7 +50,9 @@ class TorchConfig(BackendConfig):
         if self.init_method not in ("env", "tcp"):
             raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
         transport, variables = self._transport(num_gpus_per_worker), variables_of_nccl()
-        group = TorchConnection(transport, float(self.timeout_s), float(self.form_timeout_s), variables=variables)
+        group = TorchConnection(
+            transport, timeout_s=float(self.timeout_s), form_timeout_s=float(self.form_timeout_s), variables=variables
+        )
         return PlacedConnection(group, names_address=self.init_method == "env", names_place=True)
 
     def can_regroup(self, num_gpus_per_worker: float) -> bool:

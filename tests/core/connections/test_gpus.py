@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from raysgd.core.connections import torch as connections
+from raysgd.core.connections.mesh.board import Board
 from raysgd.core.connections.torch import TorchConnection, ordinal_of, variables_of_nccl, visible_to_all
 from raysgd.core.engine.shared.types import World
 from tests.core.connections.ranks import boards_of, on_all
@@ -109,7 +110,8 @@ def see_gpus(own: str, other: str, monkeypatch: pytest.MonkeyPatch) -> str | Non
     """What rank 1 sees after it met rank 0, which has `other`."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
     with boards_of(2) as boards:
-        connection = TorchConnection("nccl", _board=boards[1])
+        connection = TorchConnection("nccl")
+        connection._board = boards[1]
         word = json.dumps([0, other, other.split(","), ""]).encode()
         late = threading.Timer(0.05, boards[0].put, ("raysgd/gpus/0", word))
         late.start()
@@ -145,7 +147,7 @@ def test_where_cuda_has_looked_already_everything_stays(monkeypatch: pytest.Monk
 )
 def test_two_ranks_on_one_gpu_are_no_loss(words: str, is_failure: bool) -> None:
     error = torch.distributed.DistBackendError(f"NCCL error in: NCCLUtils.cpp:93, {words}, NCCL version 2.28.9")
-    assert TorchConnection("nccl", 1.0, 1.0).is_connection_error(error) is is_failure
+    assert TorchConnection("nccl", timeout_s=1.0).is_connection_error(error) is is_failure
 
 
 def meet_on_gpus(*words: list[Any]) -> list[BaseException | None]:
@@ -155,9 +157,9 @@ def meet_on_gpus(*words: list[Any]) -> list[BaseException | None]:
         def meet(rank: int, board: Any) -> None:
             node_rank, gpu_id, obstacle = words[rank]
             board.put(f"raysgd/gpus/{rank}", json.dumps([node_rank, gpu_id, [gpu_id], obstacle]).encode())
-            connection = TorchConnection("nccl", _board=board)
-            connection._tell = lambda world, topic, word: [  # type: ignore[method-assign]
-                board.get(f"{topic}/{each}", 10.0) for each in range(world.size)
+            connection = TorchConnection("nccl")
+            connection._exchange = lambda topic, word: [  # type: ignore[method-assign]
+                board.get(f"{topic}/{each}", 10.0) for each in range(len(words))
             ]
             connection._see_gpus_of_node(World(rank, len(words), node_rank=node_rank, gpu_ids=(gpu_id,)))
 
@@ -197,9 +199,15 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return through
 
 
+def joined(board: Board, **options: float) -> TorchConnection:
+    connection = TorchConnection("nccl", **options)  # type: ignore[arg-type]
+    connection._board, connection._parts, connection._has_joined = board, [board], True
+    return connection
+
+
 def test_sums_that_the_gpu_has_completed_are_used(queue: threading.Event) -> None:
     with boards_of(2) as boards:
-        connection = TorchConnection("nccl", _board=boards[0], _has_joined=True)
+        connection = joined(boards[0])
         threading.Timer(0.05, queue.set).start()
         connection.wait_for_collectives()
         assert queue.is_set()
@@ -210,7 +218,7 @@ def test_sums_that_the_gpu_has_completed_are_used(queue: threading.Event) -> Non
 def test_sums_that_the_gpu_waits_for_in_vain_are_aborted_and_not_used(queue: threading.Event, timeout_s: float) -> None:
     """The other rank is lost, or late."""
     with boards_of(2) as boards:
-        connection = TorchConnection("nccl", timeout_s, _board=boards[0], _has_joined=True)
+        connection = joined(boards[0], timeout_s=timeout_s)
         if timeout_s == 60.0:
             threading.Timer(0.05, boards[1].interrupt).start()
         with pytest.raises(torch.distributed.DistNetworkError) as raised:

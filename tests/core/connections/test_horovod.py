@@ -6,7 +6,6 @@ What its build was mended for is here, too: a start that fails must not end the 
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +15,12 @@ import pytest
 
 from raysgd.core.connections.horovod import (
     HorovodConnection,
-    RendezvousFailed,
     crossings,
     first_of,
     import_horovod,
     tuning,
 )
+from raysgd.core.connections.mesh.meeting import ConnectFailed
 from raysgd.core.engine.shared.types import World
 from tests.helpers.fakes import meeting
 
@@ -78,7 +77,6 @@ def test_a_single_rank_has_horovod_too_and_leaves_no_trace(monkeypatch: pytest.M
     before = dict(os.environ)
     for _ in range(2):
         connection = HorovodConnection()
-        assert connection.listens_alone
         hvd = join_alone(connection)
         assert (hvd.rank(), hvd.size(), hvd.local_size()) == (0, 1, 1)
         connection.leave()
@@ -99,11 +97,11 @@ def test_a_horovod_of_the_user_is_refused_with_advice_and_left_alone() -> None:
         owner.leave()
 
 
-@pytest.mark.parametrize("connection", [HorovodConnection(timeout_s=0.3), HorovodConnection(start_timeout_s=0.3)])
+@pytest.mark.parametrize("connection", [HorovodConnection(timeout_s=0.3), HorovodConnection(form_timeout_s=0.3)])
 def test_a_rank_that_never_comes_ends_the_wait_with_an_error(connection: HorovodConnection) -> None:
     before = dict(os.environ)
-    rendezvous = meeting(connection.open_endpoint(HERE, 0))
-    with pytest.raises(RendezvousFailed, match="another rank failed, or was too slow") as caught:
+    rendezvous = meeting(connection.open_endpoint(HERE, 0), 1)
+    with pytest.raises(ConnectFailed, match="another rank failed, or was too slow") as caught:
         connection.join(rendezvous, World(0, 2))
     assert connection.is_connection_error(caught.value)
     connection.leave()
@@ -112,9 +110,9 @@ def test_a_rank_that_never_comes_ends_the_wait_with_an_error(connection: Horovod
 
 def test_an_interruption_ends_the_wait_at_once() -> None:
     connection = HorovodConnection()
-    rendezvous = meeting(connection.open_endpoint(HERE, 0))
+    rendezvous = meeting(connection.open_endpoint(HERE, 0), 1)
     connection.interrupt()
-    with pytest.raises(RendezvousFailed, match="no answer from rank 0") as caught:
+    with pytest.raises(ConnectFailed, match="another rank failed, or was too slow") as caught:
         connection.join(rendezvous, World(0, 2))
     assert connection.is_connection_error(caught.value)
     connection.leave()
@@ -122,9 +120,9 @@ def test_an_interruption_ends_the_wait_at_once() -> None:
 
 def test_a_meeting_point_that_is_gone_is_a_broken_connection() -> None:
     first, second = HorovodConnection(), HorovodConnection()
-    rendezvous = meeting(first.open_endpoint(HERE, 0))
+    rendezvous = meeting(*(connection.open_endpoint(HERE, rank) for rank, connection in enumerate((first, second))))
     first.leave()
-    with pytest.raises(RendezvousFailed, match=r"no answer from rank 0 at 127.0.0.1:\d+: .*refused"):
+    with pytest.raises(ConnectFailed, match=r"rank 1 could not connect to the others: .*refused"):
         second.join(rendezvous, World(1, 2))
     second.leave()
 
@@ -133,19 +131,6 @@ def test_each_node_takes_the_first_interface_that_it_has() -> None:
     assert first_of(["no-such", "lo"]) == "lo"
     with pytest.raises(ValueError, match=r"none of the network interfaces 'no-such'\. Available: .*'lo'"):
         first_of(["no-such"])
-
-
-def test_what_one_process_did_with_it_does_not_travel() -> None:
-    """A driver that is a rank itself starts the next workers with the very connection that was interrupted in it."""
-    connection = HorovodConnection()
-    connection.open_endpoint(HERE, 0)
-    connection.interrupt()
-    connection.open_endpoint(HERE, 0)
-    copy = pickle.loads(pickle.dumps(connection))
-    assert (copy._is_interrupted, copy._end_server) == (False, None)
-    connection.leave()
-    connection.interrupt()
-    assert not pickle.loads(pickle.dumps(connection))._is_interrupted
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -245,20 +230,20 @@ def start(connection, size):
 
 
 class Hasty(HorovodConnection):
-    def _wait_for_all(self, client, world):
-        return 0, 1
+    def _wait_for_all(self, rendezvous, world, port):
+        return port, (0, 1)
 
 
 class Interrupted(Hasty):
-    def _wait_for_all(self, client, world):
+    def _wait_for_all(self, rendezvous, world, port):
         threading.Timer(0.3, self.interrupt).start()
-        return super()._wait_for_all(client, world)
+        return super()._wait_for_all(rendezvous, world, port)
 
 
 def fail(connection):
     try:
         start(connection, 2)
-    except RuntimeError as error:
+    except ConnectionError as error:
         assert connection.is_connection_error(error), error
         connection.leave()
         print("failed:", error)

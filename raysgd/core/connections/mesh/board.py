@@ -209,6 +209,17 @@ class Board:
         with self._has_changed:
             return self._values.pop(key)
 
+    def exchange(self, topic: str, word: bytes, timeout_s: float) -> list[bytes]:
+        """Send a byte string to all ranks. Return every rank's string, in rank order.
+
+        Args:
+            topic: Prefix of the keys. Must be the same on all ranks, and different for each call.
+            word: This rank's string.
+            timeout_s: How long to wait for the string of each rank.
+        """
+        self.put(f"{topic}/{self._rank}", word)
+        return [self.get(f"{topic}/{rank}", timeout_s) for rank in range(self._size)]
+
     def has(self, keys: Iterable[str]) -> bool:
         """Return True if all keys have values in this rank's copy of the board."""
         return all(key in self._values for key in keys)

@@ -20,13 +20,15 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.shared.types import LOOPBACK, PORT_BITS, Rendezvous
+from raysgd.core.connections.mesh.board import Board
+from raysgd.core.connections.mesh.mesh import Mesh
+from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.core.engine.shared.types import LOOPBACK, PORT_BITS, Rendezvous, World
 from raysgd.exceptions import OnFailure
 
 logger = logging.getLogger(__name__)
@@ -205,9 +207,25 @@ class Endpoint:
 
 @dataclass
 class ListeningConnection(Connection):
-    """Base class of connections whose workers listen at an `Endpoint`, which they can open before they have a rank."""
+    """Base class of connections whose workers listen at an `Endpoint`, which they can open before they have a rank.
 
-    _endpoint: Endpoint | None = field(default=None, kw_only=True, repr=False, compare=False)
+    Attributes:
+        timeout_s: How long a collective may wait for other ranks before it raises.
+        form_timeout_s: How long ranks may take to form a group. `timeout_s` is the upper limit.
+    """
+
+    timeout_s: float = field(default=1800.0, kw_only=True)
+    form_timeout_s: float = field(default=FORM_TIMEOUT_S, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._variables_before: dict[str, str | None] = {}
+        self._forget_group()
+
+    def _forget_group(self) -> None:
+        """Set the attributes that describe the current group as they are outside any group."""
+        self._endpoint: Endpoint | None = None
+        self._parts: list[Mesh | Board] = []
+        self._is_interrupted = False
 
     @property
     def opens_for_any_rank(self) -> bool:
@@ -216,6 +234,44 @@ class ListeningConnection(Connection):
     def open_endpoint(self, host: str, rank: int) -> int:
         self._endpoint = Endpoint(host)
         return self._endpoint.port
+
+    @property
+    def _form_timeout_s(self) -> float:
+        return min(self.form_timeout_s, self.timeout_s)
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
+
+    def _meet(
+        self, rendezvous: Rendezvous, world: World, lanes: Sequence[Collection[int]], deadline: Deadline
+    ) -> list[Connections]:
+        """Connect this rank to other ranks. See `Endpoint.connect`."""
+        assert self._endpoint is not None, "a rank of several listens before it joins the others"
+        return self._endpoint.connect(rendezvous, world.rank, lanes, deadline)
+
+    def _set_variables(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables of this process until it leaves the group."""
+        for name, value in variables.items():
+            self._variables_before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
+        for part in self._parts:
+            part.interrupt()
+
+    def leave(self) -> None:
+        for part in self._parts:
+            part.close_sockets()
+        if self._endpoint is not None:
+            self._endpoint.close_sockets()
+        self._forget_group()
+        while self._variables_before:
+            name, value = self._variables_before.popitem()
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class _Pending:

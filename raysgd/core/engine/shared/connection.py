@@ -49,11 +49,6 @@ class Connection(ABC):
         """True if `open_endpoint` does not depend on the rank and may be called before the rank is known."""
         return False
 
-    @property
-    def listens_alone(self) -> bool:
-        """True if the driver must open an endpoint even if it is the only worker."""
-        return False
-
     @abstractmethod
     def open_endpoint(self, host: str, rank: int) -> int:
         """Start listening for the other ranks of the next group, and return the endpoint's number.
