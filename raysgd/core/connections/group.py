@@ -6,6 +6,7 @@ For small arrays, these collectives are ten times faster than gloo's.
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,28 +49,22 @@ class Group:
 
     def __init__(self, world: World, mesh: Mesh | None = None, hosts: Sequence[str] = ()) -> None:
         self.rank, self.size = world.rank, world.size
-        self._connections = mesh
+        self._mesh = mesh or Mesh({}, math.inf)
         self._others = sorted(others(world.rank, world.size))
         self._nodes = Nodes(tuple(hosts) or (LOOPBACK,) * world.size)
-        self._adding = None if mesh is None else RankSums(world.rank, mesh, self._nodes)
+        self._adding = RankSums(world.rank, self._mesh, self._nodes)
         self._scratch = np.empty(0, np.uint8)
         self._sums: Array = np.empty(0)
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has waited during collectives until other ranks started the same collective."""
-        return 0.0 if self._connections is None else self._connections.waited_s
-
-    @property
-    def _mesh(self) -> Mesh:
-        assert self._connections is not None, "a group of several ranks needs connections"
-        return self._connections
+        return self._mesh.waited_s
 
     def add_up(self, numbers: Array) -> None:
         """Sum `numbers` over all ranks, in place."""
         if self.size > 1:
             flat = _flat(numbers)
-            assert self._adding is not None, "a group of several ranks needs connections"
             self._adding.add_up(flat, _kind(_SUM, flat))
 
     def add_up_with(self, numbers: Array, row: Array) -> list[Array]:
@@ -83,7 +78,7 @@ class Group:
             Every rank's row, in rank order.
         """
         flat = _flat(numbers)
-        if self._adding is not None and self._adding.can_carry(flat):
+        if self.size > 1 and self._adding.can_carry(flat):
             return self._adding.add_up_with(flat, row, _kind(_SUM_AND_ROW, flat))
         rows = self.gather(row)
         self.add_up(numbers)
@@ -197,7 +192,6 @@ class Group:
             first, *others = self._nodes.in_order
             Chain(partial(self._mesh.swap, kind=kind), self.rank, first, others).pass_on(as_bytes(flat))
         else:
-            assert self._adding is not None, "a group of several ranks needs connections"
             self._adding.tell(flat, kind)
 
     def send(self, value: Any, takers: Sequence[int]) -> None:

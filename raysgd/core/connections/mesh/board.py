@@ -98,9 +98,9 @@ class _Link:
             return 0
 
     @property
-    def has_rest(self) -> bool:
-        """True if some buffered bytes have not been sent yet."""
-        return bool(self._unsent)
+    def awaited_events(self) -> int:
+        """The poll events for which to watch the socket. While it has buffered bytes, it must also be able to send."""
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def receive(self) -> list[BoardMessage]:
         """Receive the bytes that have arrived, and return the messages that are complete."""
@@ -296,14 +296,14 @@ class Board:
         """
         if events & select.POLLOUT:
             link.send_rest()
-            self._poll.modify(link.connection, _events(link))
+            self._poll.modify(link.connection, link.awaited_events)
         return link.receive() if events & ~select.POLLOUT else []
 
     def _watch_rests(self) -> None:
         """Make the receiving thread watch for sockets that have buffered bytes and can send more."""
         os.read(self._bell[0], _PART)
         for link in self._links.values():
-            self._poll.modify(link.connection, _events(link))
+            self._poll.modify(link.connection, link.awaited_events)
 
     def _wake(self) -> None:
         os.write(self._bell[1], b"!")
@@ -350,7 +350,3 @@ class Board:
         bell, self._bell = self._bell, ()
         for number in bell:
             os.close(number)
-
-
-def _events(link: _Link) -> int:
-    return select.POLLIN | (select.POLLOUT if link.has_rest else 0)

@@ -63,7 +63,6 @@ class Deadline:
     """
 
     def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        self.timeout_s = timeout_s
         self._is_interrupted = is_interrupted
         self._deadline = time.monotonic() + timeout_s
 
@@ -161,33 +160,7 @@ class Endpoint:
         credentials = Credentials(rank, rendezvous.secret)
         ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
         calls = [ConnectionAttempt(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
-        try:
-            peers = self.connect_all(credentials, calls, len(ends) - len(calls), deadline)
-        except OSError as error:
-            if isinstance(error, ConnectFailed):
-                raise
-            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
-        finally:
-            self.close_sockets()
-        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
-
-    def connect_all(
-        self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
-    ) -> list[Peer]:
-        """Open connections to some ranks and accept connections from others. Return the peers when all are connected.
-
-        Args:
-            credentials: This rank's number and the group's secret.
-            calls: The connections to open.
-            num_accepted: Number of connections to accept from other ranks.
-            deadline: Limits the wait for other ranks.
-
-        Raises:
-            OSError: No process listens at an address in `calls`.
-            ConnectFailed: The deadline has passed, the wait was interrupted, or the process at an address in `calls`
-                does not belong to the group.
-        """
-        handshakes = _Handshakes(credentials, self._listener, num_accepted + _MOST_STRANGERS)
+        handshakes = _Handshakes(credentials, self._listener, len(ends) - len(calls) + _MOST_STRANGERS)
 
         def disconnect() -> None:
             for peer in handshakes.peers:
@@ -197,12 +170,18 @@ class Endpoint:
             with OnFailure(disconnect):
                 for call in calls:
                     handshakes.call(call)
-                while len(handshakes.peers) < len(calls) + num_accepted:
+                while len(handshakes.peers) < len(ends):
                     deadline.check()
                     handshakes.poll()
+        except OSError as error:
+            if isinstance(error, ConnectFailed):
+                raise
+            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
         finally:
             handshakes.drop(handshakes.pending)
-        return handshakes.peers
+            self.close_sockets()
+        peers = handshakes.peers
+        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
 
 
 @dataclass

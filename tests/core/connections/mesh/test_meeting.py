@@ -22,7 +22,6 @@ from raysgd.core.connections.mesh import meeting
 from raysgd.core.connections.mesh.meeting import (
     Address,
     ConnectFailed,
-    ConnectionAttempt,
     Credentials,
     Deadline,
     Endpoint,
@@ -30,13 +29,14 @@ from raysgd.core.connections.mesh.meeting import (
     Peer,
     listen_at,
 )
-from raysgd.core.engine.shared.types import LOOPBACK
+from raysgd.core.engine.shared.types import LOOPBACK, Rendezvous
 from tests.core.connections.ranks import connect_to
 
 HERE = LOOPBACK
 HOSTS = [LOOPBACK, "127.0.0.2"]  # where ranks listen under a name, and where at a port
 SECRET = secrets.token_bytes(32)
 HELLO = struct.pack("<II16s32s", 1, 0, b"n" * 16, b"g" * 32)
+NOWHERE = ("", 0)
 SOON_S = 25.0  # a busy machine may stand still for seconds
 
 
@@ -68,16 +68,19 @@ class Rank:
 
     def lanes(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
         """Which ranks are connected, on which lane."""
-        calls = [
-            ConnectionAttempt(host.credentials.rank, lane, host.address) for host in hosts for lane in range(num_lanes)
-        ]
-        return sorted((one.rank, one.lane) for one in self.connect(calls, num_peers * num_lanes, deadline))
+        rank = self.credentials.rank
+        lane = {host.credentials.rank: host.address for host in hosts}
+        lane |= dict.fromkeys(range(rank + 1, rank + 1 + num_peers), NOWHERE)
+        return self.connect(lane, num_lanes, deadline)
 
-    def connect(self, calls: list[ConnectionAttempt], num_accepted: int, deadline: Deadline) -> list[Peer]:
-        found = self.listener.connect_all(self.credentials, calls, num_accepted, deadline)
+    def connect(self, lane: dict[int, Address], num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
+        addresses = tuple(lane.get(rank, NOWHERE) for rank in range(max(lane, default=0) + 1))
+        place = Rendezvous(addresses, True, self.credentials.secret)
+        found = self.listener.connect(place, self.credentials.rank, [lane] * num_lanes, deadline)
         for one in found:
-            self._stack.enter_context(one.connection)
-        return found
+            for connection in one.values():
+                self._stack.enter_context(connection)
+        return sorted((rank, number) for number, one in enumerate(found) for rank in one)
 
 
 def at_once(*doings: Callable[[], Any]) -> list[Any]:
@@ -262,7 +265,7 @@ def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stac
             heard.extend(hello + heard_by(connection))
 
     address = impostor.getsockname()
-    failed, _ = at_once(lambda: peer.connect([ConnectionAttempt(0, 0, address)], 0, Deadline(20)), pretend)
+    failed, _ = at_once(lambda: peer.connect({0: address}, 1, Deadline(20)), pretend)
     assert isinstance(failed, ConnectFailed)
     assert len(heard) == len(HELLO), "only who it says it is, a number that it drew, and what a rank can say of these"
     assert SECRET not in heard
@@ -308,7 +311,7 @@ def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
         threading.Timer(0.3, switch.set).start()
     began = time.monotonic()
     with pytest.raises(ConnectFailed):
-        Rank(stack, 1).connect([ConnectionAttempt(0, 0, hole)], 0, deadline)
+        Rank(stack, 1).connect({0: hole}, 1, deadline)
     assert time.monotonic() - began < SOON_S
 
 
@@ -316,8 +319,8 @@ def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
 def test_connecting_where_no_one_listens_says_why(stack: ExitStack, host: str) -> None:
     closed = stack.enter_context(socket.socket())
     closed.bind((host, 0))  # and does not listen; nobody else can
-    with pytest.raises(ConnectionRefusedError, match="Connection refused"):
-        Rank(stack, 1).connect([ConnectionAttempt(0, 0, closed.getsockname())], 0, Deadline(20))
+    with pytest.raises(ConnectFailed, match=r"could not connect to the others: .*Connection refused"):
+        Rank(stack, 1).connect({0: closed.getsockname()}, 1, Deadline(20))
 
 
 def test_one_listens_under_the_address_that_is_asked_for_and_no_other(stack: ExitStack) -> None:
