@@ -198,7 +198,7 @@ def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
     [spare] = rig.group.standby.take_ready(3)
     assert is_alive(spare.info.pid)
     assert spare.info.pid not in rig.pids()
-    rig.group.standby.kill(spare.worker)
+    rig.group.standby.kill(spare)
     wait_until(lambda: not is_alive(spare.info.pid))
     assert rig.group.standby.start_more(1, 2) == 1
 

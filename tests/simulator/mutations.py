@@ -465,7 +465,12 @@ def _covers_one_less_inside(real: Any) -> Any:
 
 
 def _infos_reversed(real: Any) -> Any:
-    return lambda self, workers, infos: real(self, workers, infos[::-1])
+    def give_ranks(self: WorkerGroup, workers: Any) -> None:
+        for worker, info in zip(workers, [worker.info for worker in workers][::-1], strict=True):
+            worker.info = info
+        real(self, workers)
+
+    return give_ranks
 
 
 def _forget_stuck(real: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.types import GroupReport, Outcome
 from raysgd.core.engine.startup import StandbyWorkers
-from raysgd.core.engine.worker import StandbyWorker
+from raysgd.core.engine.worker import RemoteWorker
 from tests.simulator.processes import Process
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ class WatchedStandby(StandbyWorkers):
     @property
     def processes(self) -> list[Process]:
         self.look_after()
-        workers = [worker for worker, _ in self._coming] + [each.worker for each in self._idle]
-        return [worker.process for worker in workers]  # type: ignore[attr-defined]
+        workers = [worker for worker, _ in self._coming] + self._idle
+        return [_process_of(worker) for worker in workers]
 
     def take_ready(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Any:
         began, has_lent = self._platform.now(), bool(self._loans)
-        found: list[StandbyWorker] = super().take_ready(count, timeout_s, on_wait)
+        found: list[RemoteWorker] = super().take_ready(count, timeout_s, on_wait)
         if has_lent and not timeout_s:
             self.invariants.check_recalled(self._platform.now() - began)
         for process in map(_process_of, found):
@@ -91,6 +91,6 @@ class WatchedGroup(WorkerGroup):
         super().kill_rank(rank)
 
 
-def _process_of(standby_worker: Any) -> Process:
-    process: Process = standby_worker.worker.process
+def _process_of(worker: Any) -> Process:
+    process: Process = worker.process
     return process

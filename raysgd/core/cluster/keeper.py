@@ -40,13 +40,11 @@ class KeptGroup:
 
     Attributes:
         workers: The driver's handles to the workers, by rank.
-        infos: The `WorkerInfo` (node, process and GPUs) of each worker, by rank.
         slots: The group's `Slots`.
         facts: What the replicas' `setup` returned, by rank.
     """
 
     workers: Sequence[Any]
-    infos: Sequence[Any]
     slots: Any
     facts: Sequence[Any]
 

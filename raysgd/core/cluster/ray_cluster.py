@@ -126,15 +126,15 @@ _started: set[Any] = set()
 _noted: set[tuple[str, str]] = set()
 
 
-def note_processes(processes: Iterable[tuple[str, int]]) -> None:
+def note_processes(processes: Iterable[Any]) -> None:
     """Record worker processes, so that Ray's messages about their deaths are hidden.
 
     Instead, raysgd logs its own message about a dead worker.
 
     Args:
-        processes: Node ID and process ID of each worker.
+        processes: The `WorkerInfo` of each worker.
     """
-    _noted.update((node_id, str(pid)) for node_id, pid in processes)
+    _noted.update((info.node_id, str(info.pid)) for info in processes)
 
 
 def _quiet_ray() -> None:

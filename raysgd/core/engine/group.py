@@ -41,7 +41,6 @@ from raysgd.core.engine.worker import (
     LocalCall,
     LocalWorker,
     RemoteWorker,
-    StandbyWorker,
     WorkerMethod,
     WorkerProcess,
     notes_of,
@@ -154,8 +153,10 @@ class WorkerGroup:
                 self.kill()
                 return report
             # Ranks are assigned now, because they depend on the workers' nodes.
+            for worker, info in zip(self.workers, report.values, strict=True):
+                worker.info = info
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
-            self.give_ranks([self.workers[index] for index in order], [report.values[index] for index in order])
+            self.give_ranks([self.workers[index] for index in order])
             return self._build(self._startup.poll, captures=self._spec.captures_after_calls)
 
     def _create(self, timeout_s: float) -> None:
@@ -217,7 +218,7 @@ class WorkerGroup:
             self._check_wanted()
             return failed
         self._look_after(joining)
-        self.workers = [self.workers[rank] for rank in calls] + [each.worker for each in joining]
+        self.workers = [self.workers[rank] for rank in calls] + joining
         return GroupReport((*report.outcomes, *(Answered(-1, each.info) for each in joining)))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
@@ -241,9 +242,9 @@ class WorkerGroup:
         if self._is_cancelled:
             raise TrainerShutdownError("The trainer was shut down while its workers were started.")
 
-    def _look_after(self, joining: Sequence[StandbyWorker]) -> None:
+    def _look_after(self, joining: Sequence[RemoteWorker]) -> None:
         for each in joining:
-            self._startup.watch_worker(each.worker)
+            self._startup.watch_worker(each)
 
     def _build(self, on_wait: Callable[[], None], *, captures: bool) -> GroupReport:
         """Connect the ranks, and make each rank build its replica."""
@@ -287,10 +288,10 @@ class WorkerGroup:
         calls = {world.rank: worker.submit(method, world, rendezvous, *rest) for worker, world, rest in joining}
         return self._gather(calls, on_wait)
 
-    def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
+    def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker]) -> None:
         """Set the group's workers. A worker's rank is its index in `workers`."""
-        self.workers, self.infos = list(workers), list(infos)
-        note_processes((info.node_id, info.pid) for info in infos)
+        self.workers, self.infos = list(workers), [worker.info for worker in workers]
+        note_processes(self.infos)
         self.worlds = rank_rules.assign(self.infos)
         self.num_workers, self.gone = len(self.workers), set()
 
@@ -304,7 +305,7 @@ class WorkerGroup:
 
     def take_over(self, kept: KeptGroup) -> None:
         """Adopt the workers and slots that the trainer's previous process left behind."""
-        self.give_ranks(kept.workers, kept.infos)
+        self.give_ranks(kept.workers)
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
     # ------------------------------------------------------------------------------------------------ calls
@@ -688,7 +689,7 @@ class WorkerGroup:
     def regroup(
         self,
         survivors: Sequence[int],
-        joining: Sequence[StandbyWorker],
+        joining: Sequence[RemoteWorker],
         handover: StateHandover,
         on_wait: Callable[[], None] | None = None,
         places: Sequence[int] = (),
@@ -709,14 +710,14 @@ class WorkerGroup:
         """
         self._give_places(survivors, joining, places)
         handover = handover.by_node(self.worlds)
-        to_new, new = replace(handover, make_replica=self._spec.make_replica), {each.worker for each in joining}
+        to_new, new = replace(handover, make_replica=self._spec.make_replica), set(joining)
         handovers = [(to_new if worker in new else handover,) for worker in self.workers]
         return self._connect(WorkerProcess.regroup, handovers, on_wait)
 
     def renew(
         self,
         survivors: Sequence[int],
-        joining: Sequence[StandbyWorker],
+        joining: Sequence[RemoteWorker],
         on_wait: Callable[[], None] | None = None,
         *,
         captures: bool = False,
@@ -738,11 +739,10 @@ class WorkerGroup:
         return self._build(on_wait or self._startup.poll, captures=captures)
 
     def _give_places(
-        self, survivors: Sequence[int], joining: Sequence[StandbyWorker], places: Sequence[int] = ()
+        self, survivors: Sequence[int], joining: Sequence[RemoteWorker], places: Sequence[int] = ()
     ) -> None:
-        workers = [self.workers[rank] for rank in survivors] + [each.worker for each in joining]
-        infos = [self.infos[rank] for rank in survivors] + [each.info for each in joining]
-        self.give_ranks(rank_rules.in_places(workers, places), rank_rules.in_places(infos, places))
+        workers = [*(self.workers[rank] for rank in survivors), *joining]
+        self.give_ranks(rank_rules.in_places(workers, places))
 
     # ------------------------------------------------------------------------------------------------- end
 

@@ -205,7 +205,7 @@ class Lifecycle(ABC):
         self.facts = facts
         kept_by, group = keeper(), self.group
         if kept_by and group is not None:  # this method runs after every change of the group
-            kept_by.keep_group(KeptGroup(group.workers, group.infos, group.slots, facts))
+            kept_by.keep_group(KeptGroup(group.workers, group.slots, facts))
 
     def sleep(self, seconds: float) -> None:
         """Wait for a number of seconds, then raise an error if the current call must not continue.

@@ -21,8 +21,8 @@ from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import why_not_started
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import SpareReplica, method_of
-from raysgd.core.engine.shared.types import Answered, Failed, WorkerInfo, World
-from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerProcess, notes_of, pack
+from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, World
+from raysgd.core.engine.worker import RemoteWorker, WorkerProcess, notes_of, pack
 from raysgd.exceptions import OnFailure
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ class StartupCheck:
             max(heartbeat_s, _LOADING_S), lambda worker, call: platform.outcome(-1, call), platform.now
         )
         self._workers: list[RemoteWorker] = []
-        self._infos: dict[RemoteWorker, WorkerInfo] = {}
         self._next_round = self._now()
         self.lost: list[RemoteWorker] = []
 
@@ -69,7 +68,6 @@ class StartupCheck:
         """Stop checking a worker that has joined a group or was killed."""
         if worker in self._workers:
             self._workers.remove(worker)
-            self._infos.pop(worker, None)
             self._liveness.remove(worker)
 
     def poll(self) -> None:
@@ -81,25 +79,24 @@ class StartupCheck:
         self.lost = [worker for worker, outcome in answers if outcome.has_died]
         for worker, outcome in answers:
             if isinstance(outcome, Answered):
-                self._infos[worker] = outcome.value
+                worker.info = outcome.value
         for worker, _ in silent:
-            if worker in self._infos:
-                self._end(worker, self._infos[worker])
+            if worker.info is not UNKNOWN:
+                self._end(worker)
                 self.lost.append(worker)
             # The worker's process may be new, so its silence counts from now on.
             elif (info := self._platform.find_process(worker)) is not None:
-                self._infos[worker] = info
+                worker.info = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
             self._ask(self._workers)
 
-    def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
-        logger.warning(
-            "a worker outside any group (process %s on node %s) did not respond; stopping it", info.pid, info.node_ip
-        )
+    def _end(self, worker: RemoteWorker) -> None:
+        pid, address = worker.info.pid, worker.info.node_ip
+        logger.warning("a worker outside any group (process %s on node %s) did not respond; stopping it", pid, address)
         self.remove(worker)
         worker.kill()
-        self._platform.kill_process(info)
+        self._platform.kill_process(worker.info)
 
     def _ask(self, workers: list[RemoteWorker]) -> None:
         self._liveness.ask(workers, lambda worker: worker.submit(WorkerProcess.describe))
@@ -118,7 +115,7 @@ class Loan:
     A loan is for at most one call. While one thread waits for the call, another thread may recall the worker.
 
     Args:
-        standby_worker: The worker to lend.
+        worker: The worker to lend.
         number: Number of the loan. Numbers increase with each loan.
         platform: Used to wait for the worker's answers and to kill its process.
         spec: Settings of the worker group. Only `heartbeat_s` and `relay` are used.
@@ -128,10 +125,9 @@ class Loan:
         call: Ray's reference to the call that the worker runs, or None if no call was started.
     """
 
-    def __init__(self, standby_worker: StandbyWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
-        self.standby_worker = standby_worker
+    def __init__(self, worker: RemoteWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
+        self.worker, self._number, self._platform, self._relay = worker, number, platform, spec.relay
         self.is_recalled = False
-        self._worker, self._number, self._platform, self._relay = standby_worker.worker, number, platform, spec.relay
         self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
             spec.heartbeat_s, lambda worker, call: platform.outcome(-1, call), platform.now
         )
@@ -159,13 +155,13 @@ class Loan:
                 with self._lock:
                     if self.is_recalled:
                         return None
-                    self.call = self._worker.submit(WorkerProcess.on_packed, *packed)
+                    self.call = self.worker.submit(WorkerProcess.on_packed, *packed)
                 while not self._platform.ready([self.call], _LOAN_ROUND_S):
                     on_wait()
-                    self._liveness.ask([self._worker], lambda worker: worker.submit(WorkerProcess.describe))
+                    self._liveness.ask([self.worker], lambda worker: worker.submit(WorkerProcess.describe))
                     if self._liveness.poll()[1]:
-                        self._worker.kill()
-                        self._platform.kill_process(self.standby_worker.info)
+                        self.worker.kill()
+                        self._platform.kill_process(self.worker.info)
                 outcome = self._platform.outcome(-1, self.call)
         finally:
             self._has_ended = True
@@ -182,7 +178,7 @@ class Loan:
         with self._lock:
             self.is_recalled = True
             if self.call is not None:
-                self._worker.submit(WorkerProcess.beside, method_of(SpareReplica.leave_call), self._number)
+                self.worker.submit(WorkerProcess.beside, method_of(SpareReplica.leave_call), self._number)
 
     @property
     def is_over(self) -> bool:
@@ -208,7 +204,7 @@ class StandbyWorkers:
         self._spec, self._slots, self._platform = spec, slots, platform
         self._startup = StartupCheck(platform, spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Reference]] = []
-        self._ready: list[StandbyWorker] = []
+        self._ready: list[RemoteWorker] = []
         self._loans: list[Loan] = []
         self._num_loans = 0
         self._world_size = 1
@@ -266,7 +262,7 @@ class StandbyWorkers:
 
     def take_ready(
         self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
-    ) -> list[StandbyWorker]:
+    ) -> list[RemoteWorker]:
         """Remove up to `count` ready workers from the standby workers and return them, so that they can join the group.
 
         If too few workers are ready, first recall workers on loan, then wait for workers that are starting.
@@ -285,12 +281,12 @@ class StandbyWorkers:
             self.look_after()
         taken = [each for each in self._ready[:count] if _take_out(self._ready, each)]
         for each in taken:
-            self._startup.remove(each.worker)
+            self._startup.remove(each)
         return taken
 
     def take_needed(
         self, count: int, most: int, on_wait: Callable[[], None] | None = None
-    ) -> list[StandbyWorker] | None:
+    ) -> list[RemoteWorker] | None:
         """Wait until at least `count` workers are ready.
 
         Then remove up to `most` workers from the standby workers and return them. If `count` workers can never become
@@ -305,7 +301,7 @@ class StandbyWorkers:
         if len(taken) >= count:
             return taken + self.take_ready(max(0, most - len(taken)))
         for each in taken:
-            self.kill(each.worker)
+            self.kill(each)
         return None
 
     def lend(self) -> Loan | None:
@@ -341,14 +337,14 @@ class StandbyWorkers:
             if not _take_out(self._loans, loan):
                 continue
             if loan.has_died:
-                self.kill(loan.standby_worker.worker)
+                self.kill(loan.worker)
             else:
-                self._ready.append(loan.standby_worker)
+                self._ready.append(loan.worker)
 
     @property
-    def _idle(self) -> list[StandbyWorker]:
+    def _idle(self) -> list[RemoteWorker]:
         """Standby workers that are ready or on loan."""
-        return [*self._ready, *(loan.standby_worker for loan in self._loans)]
+        return [*self._ready, *(loan.worker for loan in self._loans)]
 
     def cancel(self) -> None:
         """Abort all waits for standby workers. Call this from a thread other than the one that waits."""
@@ -384,9 +380,9 @@ class StandbyWorkers:
         self._startup.poll()
         self._take_back()
         for each in [*self._ready]:
-            if each.worker in self._startup.lost and _take_out(self._ready, each):
+            if each in self._startup.lost and _take_out(self._ready, each):
                 logger.warning("new worker (process %s) died", each.info.pid)
-                self.kill(each.worker)
+                self.kill(each)
         num_died = 0
         for worker, call in [*self._coming]:
             result = self._platform.outcome(-1, call)
@@ -398,8 +394,9 @@ class StandbyWorkers:
                 self.kill(worker)
                 num_died += result.has_died
             elif isinstance(result, Answered):
-                note_processes([(result.value.value.node_id, result.value.value.pid)])
-                self._ready.append(StandbyWorker(worker, result.value.value))
+                worker.info = result.value.value
+                note_processes([worker.info])
+                self._ready.append(worker)
         if num_died:
             self.replace(num_died, self._world_size)
 
@@ -412,21 +409,21 @@ class StandbyWorkers:
         idle = self._idle
         if not idle:
             return
-        calls = [each.worker.submit(WorkerProcess.describe) for each in idle]
+        calls = [each.submit(WorkerProcess.describe) for each in idle]
         await_all(self._platform, calls, quiet_s(self._spec.heartbeat_s))
         answers = [self._platform.outcome(-1, call) for call in calls]
-        for standby_worker, answer in zip(idle, answers, strict=True):
+        for worker, answer in zip(idle, answers, strict=True):
             if not answer.ok:
-                logger.warning("new worker (process %s) died", standby_worker.info.pid)
-                self._drop([standby_worker])
+                logger.warning("new worker (process %s) died", worker.info.pid)
+                self._drop([worker])
                 if not answer.answered:
-                    self._platform.kill_process(standby_worker.info)  # the process may be suspended (SIGSTOP)
+                    self._platform.kill_process(worker.info)  # the process may be suspended (SIGSTOP)
 
-    def _drop(self, idle: Sequence[StandbyWorker]) -> None:
+    def _drop(self, idle: Sequence[RemoteWorker]) -> None:
         for each in idle:
-            lent = [loan for loan in self._loans if loan.standby_worker == each and _take_out(self._loans, loan)]
+            lent = [loan for loan in self._loans if loan.worker == each and _take_out(self._loans, loan)]
             if lent or _take_out(self._ready, each):
-                self.kill(each.worker)
+                self.kill(each)
 
     def kill(self, worker: RemoteWorker) -> None:
         """Kill a worker and free its slot. The worker may be a standby worker or may have been taken out of standby."""

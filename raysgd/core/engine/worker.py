@@ -27,6 +27,7 @@ from raysgd.core.engine.shared.connection import Connection
 from raysgd.core.engine.shared.replica import Capture, Replica, ReplicaFactory
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
+    UNKNOWN,
     Answered,
     Failed,
     Failure,
@@ -589,6 +590,7 @@ class LocalWorker:
     """
 
     is_local = True
+    info = UNKNOWN
 
     def __init__(self, connection: Connection) -> None:
         # In the driver, the user decides how many threads libraries use, so no limit is set.
@@ -624,9 +626,14 @@ class LocalWorker:
 
 
 class RemoteWorker:
-    """The driver's handle to a worker that is a Ray actor."""
+    """The driver's handle to a worker that is a Ray actor.
+
+    Attributes:
+        info: Node and process of the worker. `UNKNOWN` until the worker's process is known.
+    """
 
     is_local = False
+    info = UNKNOWN
 
     def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
         self.slot = slot
@@ -795,11 +802,3 @@ def _gpu_ids() -> tuple[str, ...]:
     if ray is None or not ray.is_initialized():
         return ()
     return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
-
-
-@dataclass(frozen=True)
-class StandbyWorker:
-    """A worker outside the worker group that is ready to join the group."""
-
-    worker: RemoteWorker
-    info: WorkerInfo

@@ -102,7 +102,9 @@ class Calls:
 
     def give_ranks(self, *others: Any) -> None:
         workers = [self._driver, *others]
-        self._group.give_ranks(workers, [WorkerInfo("node", "10.0.0.1", 1)] * len(workers))
+        for worker in workers:
+            worker.info = WorkerInfo("node", "10.0.0.1", 1)
+        self._group.give_ranks(workers)
 
     def connect(self) -> GroupReport:
         return self._group._build(lambda: None, captures=False)
@@ -259,8 +261,9 @@ class Scene:
         platform: Any = self.poller
         self.group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica), size, platform)
         self.workers = [LightWorker(rank, self.poller, interrupted_after_s(rank), rank == 1) for rank in range(size)]
-        infos = [WorkerInfo("node", "10.0.0.1", rank) for rank in range(size)]
-        self.group.give_ranks(self.workers, infos)  # type: ignore[arg-type]
+        for rank, worker in enumerate(self.workers):
+            worker.info = WorkerInfo("node", "10.0.0.1", rank)
+        self.group.give_ranks(self.workers)  # type: ignore[arg-type]
 
     def settle(self, num_disconnected: int = 0, stuck: Collection[int] = ()) -> list[int]:
         """Who is counted on; the first ranks had seen that the connection broke."""

@@ -13,9 +13,18 @@ import pytest
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.types import Answered, Failed, Failure, FailureKind, Outcome, Unanswered, WorkerInfo
+from raysgd.core.engine.shared.types import (
+    UNKNOWN,
+    Answered,
+    Failed,
+    Failure,
+    FailureKind,
+    Outcome,
+    Unanswered,
+    WorkerInfo,
+)
 from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
-from raysgd.core.engine.worker import RemoteWorker, StandbyWorker, WorkerAnswer, WorkerProcess
+from raysgd.core.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
 from tests.helpers.fakes import FakeClock, fault
 
 
@@ -27,6 +36,7 @@ class Process:
     is_there: bool = True
     is_known: bool = False
     is_stopped: bool = False
+    info: WorkerInfo = UNKNOWN
     calls: list[str] = field(default_factory=list)
 
     def submit(self, method: Callable[..., Any]) -> Process:
@@ -141,7 +151,7 @@ def test_whoever_is_ready_is_not_looked_after_any_more() -> None:
 class Spare:
     """A machine with one spare on it, ready at once; what it answers later comes late."""
 
-    slot = None
+    slot, info = None, UNKNOWN
 
     def __init__(self, late_s: float) -> None:
         self.late_s = late_s
@@ -341,10 +351,12 @@ def function(replica: Any, number: int) -> None:
 class Scene:
     """A loan, its worker, and the platform that this is on."""
 
+    info = INFO
+
     def __init__(self, found: Outcome | None = None) -> None:
         self.clock, self.found, self.is_silent = FakeClock(), found, False
         self.calls: list[str] = []
-        self.loan = Loan(StandbyWorker(cast(Any, self), INFO), 1, cast(Platform, self), SPEC)
+        self.loan = Loan(cast(Any, self), 1, cast(Platform, self), SPEC)
 
     def submit(self, method: Callable[..., Any], *args: Any) -> str:
         self.calls.append(method.__name__)

@@ -26,7 +26,7 @@ from raysgd.core.engine.shared.group_events import EventKind
 from raysgd.core.engine.shared.replica import RegroupingReplica, method_of
 from raysgd.core.engine.shared.types import GroupReport, StateHandover
 from raysgd.core.engine.transfers import LostPartError
-from raysgd.core.engine.worker import StandbyWorker
+from raysgd.core.engine.worker import RemoteWorker
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnpicklableError, WorkersLostError
 
@@ -242,9 +242,9 @@ class Interpreter:
             case _:
                 raise AssertionError(f"{command} cannot follow {done}, {event}")
 
-    def _kill_joining(self, joining: Sequence[StandbyWorker]) -> None:
+    def _kill_joining(self, joining: Sequence[RemoteWorker]) -> None:
         for each in joining:
-            self._lifecycle.running.standby.kill(each.worker)
+            self._lifecycle.running.standby.kill(each)
 
     # --------------------------------------------------------------------------------------------------------- waits
 
@@ -351,7 +351,7 @@ class Interpreter:
                 joining += group.standby.take_needed(missing, missing, self._monitor.poll) or []
         return states.Filled(tuple(joining), until=until)
 
-    def _fill_up(self, state: states.FillingUp, joining: list[StandbyWorker], wait_s: float) -> bool:
+    def _fill_up(self, state: states.FillingUp, joining: list[RemoteWorker], wait_s: float) -> bool:
         """Take ready standby workers into `joining`, and start more of them if the group is not full.
 
         If the group has too few members, wait up to `wait_s` for workers that are starting. Do nothing if a survivor's
@@ -398,7 +398,7 @@ class Interpreter:
             orphans = tuple(part.progress for part, worker in parts if worker not in change.expected)
             handover = replace(handover, orphans=orphans)
         newcomers = lifecycle.newcomers
-        newcomers.update(each.worker for each in joining)
+        newcomers.update(joining)
         current.report = report = group.regroup(staying, joining, handover, self._monitor.poll, places)
         newcomers.difference_update(group.workers[outcome.rank] for outcome in report.outcomes if outcome.ok)
         if report.ok:

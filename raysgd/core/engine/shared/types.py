@@ -30,6 +30,10 @@ class WorkerInfo:
     gpu_ids: tuple[str, ...] = ()
 
 
+UNKNOWN = WorkerInfo("", "", 0)
+"""Stands for the node and process of a worker that has not answered yet."""
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """The addresses at which the ranks of a group listen for each other. The driver sends them through Ray.
