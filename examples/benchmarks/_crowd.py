@@ -22,10 +22,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.connection import Connection, NoConnection
-from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Call, Capture, Connection, GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import Heartbeat, ReplicaProgress, StateHandover, World
 from raysgd.core.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
 from raysgd.core.numbers.meters import MetricSummary

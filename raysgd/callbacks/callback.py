@@ -16,7 +16,7 @@ from raysgd.storage import Folder, open_folder
 from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
-    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.interface import GroupEvent
     from raysgd.core.numbers.results import CallProgress
     from raysgd.storage.background_writer import SubmittedWrite
 

@@ -22,7 +22,7 @@ from raysgd.core.synonyms import callback_instead_of
 from raysgd.exceptions import CallbackError, OnFailure
 
 if TYPE_CHECKING:
-    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.interface import GroupEvent
     from raysgd.core.numbers.results import CallProgress
 
 

@@ -29,7 +29,7 @@ from raysgd.core.text import cards
 from raysgd.core.text.log_lines import Once, printable
 
 if TYPE_CHECKING:
-    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.interface import GroupEvent
     from raysgd.core.numbers.results import CallProgress
 
 

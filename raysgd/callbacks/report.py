@@ -32,7 +32,7 @@ from raysgd.core.text.secrets import masked
 from raysgd.core.writers.sinks import failures_warned
 
 if TYPE_CHECKING:
-    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.interface import GroupEvent
 
 
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")

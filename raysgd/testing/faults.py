@@ -24,7 +24,7 @@ from raysgd.storage import files
 
 if TYPE_CHECKING:
     from raysgd.core.engine.group import WorkerGroup
-    from raysgd.core.engine.shared.group_spec import GroupSpec
+    from raysgd.core.engine.shared.interface import GroupSpec
     from raysgd.core.engine.shared.types import GroupReport, World
 
 IN_WORKERS = ("validate", "snapshot", "continue")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.imports import require_installed
 from raysgd.core.text.log_lines import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames

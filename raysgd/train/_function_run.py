@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from raysgd.air.reports import PreemptionInfo
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.transfers import Transfer
 from raysgd.core.state.state_codec import EncodedState, decode, lend

@@ -27,7 +27,7 @@ from raysgd.trainer.driver import tune_trial
 from raysgd.trainer.driver.tune_trial import TrialInfo, TrialStepResult
 
 if TYPE_CHECKING:
-    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.interface import GroupEvent
     from raysgd.storage import Folder
     from raysgd.train.base_trainer import BaseTrainer
     from raysgd.train.trainer import Trainer, TrainingIterator

@@ -17,7 +17,7 @@ from raysgd.air.session import current_session
 from raysgd.compat.names import MOVED, former_names
 from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.connections.mesh.mesh import MeshBroken
-from raysgd.core.engine.shared.connection import Connection, NoConnection
+from raysgd.core.engine.shared.interface import Connection, NoConnection
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 

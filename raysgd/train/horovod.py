@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.connections.horovod import HorovodConnection, import_horovod
-from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.interface import Connection
 from raysgd.core.imports import lazy_names
 from raysgd.train.backend import Backend, BackendConfig, PlacedConnection
 

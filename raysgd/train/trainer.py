@@ -24,7 +24,7 @@ from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_amo
 from raysgd.compat.names import MOVED, former_names
 from raysgd.core.arguments import check_hook, check_seconds, is_integer, refuse_unknown
 from raysgd.core.cluster.ray_cluster import gpus_of_nodes
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.files import check_path
 from raysgd.core.synonyms import callback_instead_of
 from raysgd.core.text.tracebacks import hide_library_frames

@@ -17,7 +17,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.config_keys import BATCH_SIZE
-from raysgd.core.engine.shared.group_spec import EverySeconds
+from raysgd.core.engine.shared.interface import EverySeconds
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidCountError
 

@@ -29,7 +29,7 @@ from raysgd.callbacks import (
     ProgressBar,
     Run,
 )
-from raysgd.core.engine.shared.call import CallHandle
+from raysgd.core.engine.shared.interface import CallHandle
 from raysgd.core.history import history as history_module
 from raysgd.core.numbers.results import CallProgress, name_in_test
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError

@@ -14,7 +14,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks import Callback, GradientNorms, Run
 from raysgd.callbacks.calling import RunCallbacks
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.exceptions import CallbackError
 from raysgd.storage import open_folder
 from raysgd.train.callbacks import TrainingCallback

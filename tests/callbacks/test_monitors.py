@@ -22,7 +22,7 @@ from raysgd.callbacks import (
     WorkerCallback,
 )
 from raysgd.callbacks.monitors import StepMetrics
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.exceptions import WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator

@@ -22,7 +22,7 @@ import pytest
 from raysgd.callbacks import ProgressBar, Run
 from raysgd.callbacks import progress as progress_module
 from raysgd.callbacks.progress import LineBar, TqdmBar, make_bar
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.numbers.results import CallProgress
 from raysgd.trainer.driver.listeners import ProgressListeners
 

@@ -20,7 +20,7 @@ import pytest
 
 from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.history.history import CallRecord, History
 from raysgd.core.numbers.timing import TimeLedger
 from tests.helpers.run_if import RunIf

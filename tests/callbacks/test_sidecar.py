@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, location, place_of
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.history.history import CallRecord, History
 
 

@@ -27,8 +27,7 @@ from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
 from raysgd.core.connections.tensorflow import TensorFlowConnection
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import Connection, GroupSpec
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.core.engine.worker import WorkerProcess
 from tests.helpers.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code

@@ -18,7 +18,7 @@ from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine import startup
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import choose_source, takers
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport, StateHandover, World
 from raysgd.core.engine.worker import WorkerProcess
 from raysgd.exceptions import ReservationTimeoutError

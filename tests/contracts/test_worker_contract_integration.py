@@ -20,8 +20,7 @@ from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine import group as engine_group
 from raysgd.core.engine import ranks
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture, GroupSpec
 from raysgd.core.engine.shared.types import GroupReport, World
 from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.worker_errors import worker_error

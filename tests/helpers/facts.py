@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.core.engine.recovery.states import Known
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec
 from tests.helpers.fakes import CountingReplica, NullConnection
 
 _KNOWN = Known(

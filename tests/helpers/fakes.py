@@ -12,10 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.core.engine.shared.connection import NoConnection
-from raysgd.core.engine.shared.group_events import GroupHistory
-from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture, GroupHistory, GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import (
     Failure,
     FailureKind,

@@ -28,8 +28,7 @@ from ray.util import placement_group_table
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.policies import ScalingPolicy
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import Call, GroupSpec
 from tests.helpers.fakes import CountingReplica, NullConnection, add
 
 MIN_WORKERS, MAX_WORKERS = 2, 3

@@ -20,7 +20,7 @@ from raysgd.core.engine.recovery import interpreter, machine, running_call, stat
 from raysgd.core.engine.recovery.interpreter import Interpreter
 from raysgd.core.engine.recovery.running_call import RunningCall
 from raysgd.core.engine.recovery.states import Do, Done, End, Finished, Known, Lost, Raise, Transition
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.interface import Connection
 from raysgd.core.engine.shared.types import Rendezvous, World
 from tests.simulator.kernel import Future, Kernel, Task
 

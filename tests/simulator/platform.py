@@ -10,8 +10,7 @@ from weakref import WeakValueDictionary
 
 from raysgd.core.cluster.resources import ClusterView, NodeView, Resources
 from raysgd.core.engine.placement import Reservation, Slot
-from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
+from raysgd.core.engine.shared.interface import NO_WORDS, Connection, FrontEndWords
 from raysgd.core.engine.shared.types import Outcome, WorkerInfo
 from raysgd.core.engine.transfers import SharedValue, Transfer
 from raysgd.core.engine.worker import LocalCall, LocalWorker, RemoteWorker, WorkerProcess

@@ -8,9 +8,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from raysgd.core.engine.shared.call import Call, Completed
-from raysgd.core.engine.shared.call import Left as LeftCall
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import Call, Completed, GroupEvent
+from raysgd.core.engine.shared.interface import Left as LeftCall
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.history.status import ask_status
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError

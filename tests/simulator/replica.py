@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
 from raysgd.core.arrays.division import Division
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import PassPlan

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from raysgd.core.engine.policies import AUTO
-from raysgd.core.engine.shared.group_spec import EverySeconds
+from raysgd.core.engine.shared.interface import EverySeconds
 
 POINTS = {
     # where: about how often a run comes there

@@ -13,7 +13,7 @@ import pytest
 
 from raysgd.core.cluster import keeper as outliving
 from raysgd.core.engine.policies import RetryBudget
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from tests.helpers.stories import ROOT
 from tests.simulator.many import report
 from tests.simulator.network import COLLECTIVE_TIMEOUT_S

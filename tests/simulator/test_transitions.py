@@ -20,7 +20,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget
 from raysgd.core.engine.recovery import machine
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.snapshots import Snapshots, copy_call
 from raysgd.core.engine.transfers import LostPartError
 from raysgd.exceptions import (

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd import Recovery, testing
 from raysgd.callbacks import Callback, Run, WorkerCallback
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
 from tests.torch.operators_for_tests import LinearOperator

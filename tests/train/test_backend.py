@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.core.engine.shared.interface import NoConnection
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.train.backend import Backend, BackendConfig, PlacedConnection, backend_of, resolve
 from raysgd.train.torch import TorchBackend, TorchConfig

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from raysgd.air import ScalingConfig
-from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.core.engine.shared.interface import NoConnection
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train._workers import WORDS, FunctionWorkers, check_elastic, preemption_of
 from raysgd.train.backend import BackendConfig, PlacedConnection

@@ -28,8 +28,7 @@ from raysgd.core.engine.recovery import interpreter
 from raysgd.core.engine.recovery.interpreter import Interpreter
 from raysgd.core.engine.recovery.running_call import LOST_ON_ITS_WAY
 from raysgd.core.engine.recovery.states import NUM_COPIES
-from raysgd.core.engine.shared.call import Call, Completed, Left
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import Call, Completed, GroupSpec, Left
 from raysgd.core.engine.shared.types import Failed
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
 from raysgd.core.engine.startup import Loan

@@ -22,7 +22,7 @@ from raysgd.core.engine.gathering import Listener, OwnTime, await_all, quiet_s, 
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import (
     Answered,
     Failed,

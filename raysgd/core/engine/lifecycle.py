@@ -27,9 +27,15 @@ from raysgd.core.engine.policies import (
     resizing,
     words,
 )
-from raysgd.core.engine.shared.group_events import EventKind, GroupEvent, GroupHistory
-from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.replica import HostingReplica, RegroupingReplica, method_of
+from raysgd.core.engine.shared.interface import (
+    EventKind,
+    GroupEvent,
+    GroupHistory,
+    GroupSpec,
+    HostingReplica,
+    RegroupingReplica,
+    method_of,
+)
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.snapshots import Snapshots
 from raysgd.core.engine.startup import Replacements

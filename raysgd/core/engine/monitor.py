@@ -16,10 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from raysgd.core.engine.gathering import LivenessCheck, quiet_s
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.lifecycle import Lifecycle
-from raysgd.core.engine.shared import replica
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.group_events import GroupEvent
-from raysgd.core.engine.shared.replica import RegroupingReplica, method_of
+from raysgd.core.engine.shared import interface
+from raysgd.core.engine.shared.interface import Call, GroupEvent, RegroupingReplica, method_of
 from raysgd.core.engine.shared.types import Answered, Heartbeat
 from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.text.log_lines import Once, named
@@ -184,9 +182,9 @@ class Monitor:
             return
         self._liveness.ask(
             sorted(set(group.remote_ranks) - group.gone),
-            lambda rank: group.submit_beside(rank, replica.heartbeat),
+            lambda rank: group.submit_beside(rank, interface.heartbeat),
         )
-        in_driver = None if group.local_replica is None else replica.heartbeat(group.local_replica)
+        in_driver = None if group.local_replica is None else interface.heartbeat(group.local_replica)
         if in_driver is not None:
             self._note(0, in_driver)
 
@@ -401,7 +399,7 @@ class Monitor:
         one rank, all ranks must stop. Otherwise the proposal is canceled.
         """
         group = self._lifecycle.running
-        holds = filter(None, group.ask_beside(replica.last_hold).values())
+        holds = filter(None, group.ask_beside(interface.last_hold).values())
         self._num_holds, is_agreed = max(holds, default=(0, False))
         if self._num_holds:
             group.ask_beside(method_of(RegroupingReplica.resolve_hold), self._num_holds, is_agreed)
@@ -429,5 +427,5 @@ def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
 
 def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
     """Request a heartbeat from each rank. Return the heartbeats that arrive within `timeout_s`, by rank."""
-    answers = group.ask_beside(replica.sign_of_life, timeout_s=timeout_s)
+    answers = group.ask_beside(interface.sign_of_life, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

@@ -20,7 +20,7 @@ from raysgd.core.cluster.call_lines import LineCall, Reference
 from raysgd.core.cluster.ray_session import RayThread
 from raysgd.core.engine import transfers
 from raysgd.core.engine.placement import Reservation, Slot
-from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.interface import Connection
 from raysgd.core.engine.shared.types import Failed, Failure, Outcome, Unanswered, WorkerInfo
 from raysgd.core.engine.worker import LocalWorker, RemoteWorker, cannot_import, node_here, outcome_of
 from raysgd.core.private_names import find_name

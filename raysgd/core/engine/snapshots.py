@@ -19,9 +19,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.group_spec import EverySeconds, GroupSpec
-from raysgd.core.engine.shared.replica import Capture, RegroupingReplica, Replica, method_of, nothing, taken_over
+from raysgd.core.engine.shared.interface import (
+    Call,
+    Capture,
+    EverySeconds,
+    GroupSpec,
+    RegroupingReplica,
+    Replica,
+    method_of,
+    nothing,
+    taken_over,
+)
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer
 from raysgd.exceptions import WorkersLostError

@@ -19,8 +19,7 @@ from raysgd.core.engine.gathering import LivenessCheck, await_all, quiet_s
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import why_not_started
-from raysgd.core.engine.shared.group_spec import GroupSpec
-from raysgd.core.engine.shared.replica import SpareReplica, method_of
+from raysgd.core.engine.shared.interface import GroupSpec, SpareReplica, method_of
 from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, World
 from raysgd.core.engine.worker import RemoteWorker, WorkerProcess, notes_of, pack
 from raysgd.exceptions import OnFailure

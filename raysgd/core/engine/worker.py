@@ -23,8 +23,7 @@ from raysgd.core.cluster.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall
 from raysgd.core.cluster.keeper import CallNumber, keeper
 from raysgd.core.cluster.ray_session import session
 from raysgd.core.engine.placement import Slot
-from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.shared.replica import Capture, Replica, ReplicaFactory
+from raysgd.core.engine.shared.interface import Capture, Connection, Replica, ReplicaFactory
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
     UNKNOWN,

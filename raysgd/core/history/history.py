@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.history import readable
 from raysgd.core.imports import require
 from raysgd.core.numbers.results import Metrics, as_number, name_in_test, validation_name

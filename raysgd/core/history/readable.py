@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.core.arguments import did_you_mean, is_number
 
 if TYPE_CHECKING:
-    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.interface import GroupEvent
 
 _NOT_A_RESULT = frozenset({"epoch", "step", "batch_count", "num_workers"})
 _LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"

@@ -11,7 +11,7 @@ from typing import Any
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.gathering import quiet_s
 from raysgd.core.engine.monitor import ask_heartbeats
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed
 from raysgd.core.engine.snapshots import Snapshots
 from raysgd.core.history.readable import event_lines

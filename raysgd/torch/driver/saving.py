@@ -15,7 +15,7 @@ import torch
 
 from raysgd.core import arguments as checks
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer, stored_later

@@ -19,7 +19,7 @@ import cloudpickle
 
 from raysgd.air.reports import UploadOptions, node_ip
 from raysgd.air.session import close_session, open_session
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.core.state.state_codec import EncodedState, StateEncoder, decode
 from raysgd.core.text.secrets import masked

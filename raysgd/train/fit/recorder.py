@@ -30,7 +30,7 @@ from raysgd.air.result import Kept, Result, read_checkpoints, read_reports, valu
 from raysgd.air.trial import FitTrialView, TrialFolder, checkpoint_index
 from raysgd.callbacks.calling import RunCallbacks
 from raysgd.core.arguments import is_integer, is_number, takes
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.numbers.ranking import BestCheckpoints, SavedCheckpoint, as_score
 from raysgd.core.text.log_lines import Once
 from raysgd.core.text.secrets import masked

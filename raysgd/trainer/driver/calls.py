@@ -24,7 +24,7 @@ from typing import Any
 from raysgd.core import arguments as checks
 from raysgd.core.arrays import trees
 from raysgd.core.config_keys import BATCH_SIZE, PLAIN_BATCH_SIZE
-from raysgd.core.engine.shared.call import Call, CallHandle, Left
+from raysgd.core.engine.shared.interface import Call, CallHandle, Left
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot
 from raysgd.core.history.history import Kind, RecordBeside, as_test

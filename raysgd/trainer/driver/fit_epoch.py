@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls
-from raysgd.core.engine.shared.call import CallHandle
+from raysgd.core.engine.shared.interface import CallHandle
 from raysgd.core.history.history import CallRecord, RecordBeside
 from raysgd.core.numbers.results import validation_name
 from raysgd.exceptions import NoDataError, WorkersLostError

@@ -19,7 +19,7 @@ from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.callbacks.sidecar import location as sidecar_location
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.files import check_path, make_folder
 from raysgd.core.text.log_lines import errors_printable
 from raysgd.core.text.tracebacks import hides_library_frames

@@ -25,9 +25,7 @@ from raysgd.core.cluster.ray_session import run_into
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.lifecycle import ElasticRules
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.core.engine.shared.call import Call, CallHandle
-from raysgd.core.engine.shared.connection import Connection
-from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec
+from raysgd.core.engine.shared.interface import Call, CallHandle, Connection, FrontEndWords, GroupSpec
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.history.accounts import Accounts

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import ref
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
 from raysgd.core.engine.transfers import SharedValue

@@ -30,7 +30,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.core.cluster.keeper import Keeper
 from raysgd.core.config_keys import BATCH_SIZE
-from raysgd.core.engine.shared.call import Call, CallHandle
+from raysgd.core.engine.shared.interface import Call, CallHandle
 from raysgd.core.history import readable
 from raysgd.core.history.history import History
 from raysgd.core.history.status import TrainerStatus

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.core.arguments import is_integer, is_saved_count
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture
 from raysgd.core.text.log_lines import errors_printable
 from raysgd.trainer.worker.feed import DataFeed
 from raysgd.trainer.worker.ledger import Ledger

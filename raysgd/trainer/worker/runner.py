@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from raysgd.core.engine.shared.replica import Capture, taken_over
+from raysgd.core.engine.shared.interface import Capture, taken_over
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.core.numbers.meters import MetricSummary, is_weight
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number

@@ -16,7 +16,7 @@ from typing import Any
 
 from raysgd.core.arrays.user_data import DataPosition
 from raysgd.core.connections.group import Gather
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed
 from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd.core.numbers.results import ProgressKind, num_samples_of, with_lost

@@ -16,7 +16,7 @@ from raysgd.core.cluster.call_lines import LARGEST, Line, LineCall
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine import worker
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.worker import RemoteWorker, WorkerProcess
 from tests.helpers.fakes import CountingReplica, NullConnection

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.core.cluster.keeper import CallNumber, Keeper
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.worker import WorkerAnswer, WorkerProcess, pack
 from tests.helpers.fakes import NullConnection
 

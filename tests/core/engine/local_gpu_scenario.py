@@ -19,7 +19,7 @@ from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import Rendezvous, World
 from tests.helpers.fakes import CountingReplica, NullConnection
 from tests.helpers.forked import lent_forks

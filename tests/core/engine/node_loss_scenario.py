@@ -21,8 +21,7 @@ from raysgd.core.cluster.resources import Resources, capacity
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import ScalingPolicy
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import Call, GroupSpec
 from tests.helpers.fakes import CountingReplica, NullConnection, add
 from tests.helpers.forked import lent_forks
 from tests.helpers.ray_start import patient_ray

@@ -19,7 +19,7 @@ import pytest
 from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.policies import RetryBudget
-from raysgd.core.engine.shared.call import Call, Left
+from raysgd.core.engine.shared.interface import Call, Left
 from raysgd.core.engine.shared.types import World
 from raysgd.core.history.status import ask_status
 from raysgd.exceptions import (

@@ -13,8 +13,7 @@ from raysgd.core.engine.gathering import roll_call
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.placement import Reservation
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.shared.connection import NoConnection
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import (
     Answered,
     Failed,

@@ -23,7 +23,7 @@ from raysgd.core.engine import gathering
 from raysgd.core.engine import group as engine_group
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import classify
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.worker_errors import worker_error

@@ -12,7 +12,7 @@ import pytest
 from raysgd.core.engine.gathering import LivenessCheck
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.monitor import shown_together
-from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import Answered, Heartbeat
 from raysgd.core.history.status import glance
 from raysgd.exceptions import WorkersLostError

@@ -25,7 +25,7 @@ from raysgd.core.cluster.resources import Resources, capacity
 from raysgd.core.engine import placement
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.placement import Reservation, Slots
-from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec
+from raysgd.core.engine.shared.interface import FrontEndWords, GroupSpec
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
 from tests.helpers.fakes import CountingReplica, NullConnection, add

@@ -15,8 +15,7 @@ from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.placement import Reservation, guard
 from raysgd.core.engine.policies import ScalingPolicy
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import Call, GroupSpec
 from tests.conftest import NUM_CPUS
 from tests.helpers.fakes import CountingReplica, NullConnection
 from tests.helpers.hygiene import RaySurroundings

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, SnapshotPace, Snapshots, is_due
 from raysgd.core.history.status import glance
 from raysgd.exceptions import WorkersLostError

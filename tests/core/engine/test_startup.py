@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.shared.connection import NoConnection
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import (
     UNKNOWN,
     Answered,

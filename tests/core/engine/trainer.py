@@ -9,8 +9,7 @@ from typing import Any
 
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import RetryBudget
-from raysgd.core.engine.shared.call import Call
-from raysgd.core.engine.shared.group_spec import FrontEndWords
+from raysgd.core.engine.shared.interface import Call, FrontEndWords
 from tests.simulator.kernel import Future
 from tests.simulator.platform import Node
 from tests.simulator.processes import Process

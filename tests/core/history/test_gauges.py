@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
+from raysgd.core.engine.shared.interface import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.history.gauges import Gauges
 from raysgd.core.history.status import TrainerStatus

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.history.history import CallRecord, CallRecorder, History, Kind, plain
 from raysgd.core.numbers.results import name_in_test, validation_name
 

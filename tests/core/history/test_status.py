@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture, GroupEvent, GroupHistory
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.history.status import TrainerStatus, find_straggler
 from tests.helpers.fakes import no_snapshots, status_of

@@ -16,7 +16,7 @@ from raysgd.core.cluster.resources import Resources
 from raysgd.core.connections.mesh.mesh import Mesh
 from raysgd.core.connections.torch import TorchConnection
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.torch.parallel import handover
 from tests.helpers.fakes import CountingReplica
 from tests.helpers.patience import hearing_all_losses

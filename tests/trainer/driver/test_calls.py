@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.core.engine.shared.call import Call, Completed
+from raysgd.core.engine.shared.interface import Call, Completed
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.numbers.results import CallProgress

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from raysgd.core.engine.shared.connection import NoConnection
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import GroupSpec, NoConnection
 from raysgd.trainer.configuration import GroupSettings, Placement, Recovery, ReplicaMaker
+from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.driver import life
 from raysgd.trainer.messages.epochs import RunnerFacts
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from raysgd import TorchTrainer
-from raysgd.core.engine.shared.group_spec import FrontEndWords
+from raysgd.core.engine.shared.interface import FrontEndWords
 from raysgd.train import Trainer, _workers
 from raysgd.train.executor import BackendExecutor
 from raysgd.trainer.driver import life as class_based

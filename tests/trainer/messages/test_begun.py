@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.replica import taken_over
+from raysgd.core.engine.shared.interface import taken_over
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.trainer.messages.epochs import BegunEpoch, open_steps_from_data
 

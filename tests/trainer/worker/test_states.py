@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.interface import Capture
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.replica_state import StateCopies, StateCopy, check_parts
 

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 
 from raysgd.core.connections.mesh.board import Board
 from raysgd.core.connections.mesh.mesh import Mesh
-from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.core.engine.shared.interface import FORM_TIMEOUT_S, Connection
 from raysgd.core.engine.shared.types import LOOPBACK, PORT_BITS, Rendezvous, World
 from raysgd.exceptions import OnFailure
 

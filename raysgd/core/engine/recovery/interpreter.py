@@ -21,9 +21,7 @@ from raysgd.core.engine.policies import FailurePolicy, RetryBudget, are_alike, c
 from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.running_call import RunningCall
 from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, Evacuate, Reuse, Why
-from raysgd.core.engine.shared.call import Call, Completed, Left
-from raysgd.core.engine.shared.group_events import EventKind
-from raysgd.core.engine.shared.replica import RegroupingReplica, method_of
+from raysgd.core.engine.shared.interface import Call, Completed, EventKind, Left, RegroupingReplica, method_of
 from raysgd.core.engine.shared.types import GroupReport, StateHandover
 from raysgd.core.engine.transfers import LostPartError
 from raysgd.core.engine.worker import RemoteWorker

@@ -23,9 +23,7 @@ from raysgd.core.engine.policies import (
 )
 from raysgd.core.engine.recovery import states
 from raysgd.core.engine.recovery.states import NUM_COPIES, End
-from raysgd.core.engine.shared.call import Call, Completed
-from raysgd.core.engine.shared.group_events import EventKind
-from raysgd.core.engine.shared.replica import nothing, sign_of_life
+from raysgd.core.engine.shared.interface import Call, Completed, EventKind, nothing, sign_of_life
 from raysgd.core.engine.shared.types import Answered, Failed, GroupReport, HeldAtStep, WorkerInfo
 from raysgd.core.text.log_lines import named
 from raysgd.core.worker_errors import worker_error

@@ -11,8 +11,7 @@ from enum import Enum, auto
 from typing import Any, Literal, TypeAlias
 
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy, choose_source
-from raysgd.core.engine.shared.group_events import EventKind
-from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.interface import EventKind, GroupSpec
 from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
 
 NUM_COPIES = 4  # how often a state that is lost in transit is copied to the driver

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from raysgd.core.engine.shared.group_events import EventKind, GroupEvent, GroupHistory
+from raysgd.core.engine.shared.interface import EventKind, GroupEvent, GroupHistory
 
 
 def test_an_event_is_kept_with_all_that_was_said_and_the_time_of_day() -> None:
