@@ -23,7 +23,7 @@ from raysgd.core.arguments import (
     is_number,
     refuse_text,
 )
-from raysgd.core.cluster.gpus import DriverView
+from raysgd.core.cluster.resources import DriverView
 from raysgd.core.numbers.ranking import MAX, MIN
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import InvalidCountError

@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from raysgd.core.cluster.keeper import NAMESPACE, end_workers
-from raysgd.core.cluster.program_end import end_with
-from raysgd.core.cluster.ray_session import session
+from raysgd.core.cluster.ray_cluster import end_with, session
 from raysgd.core.engine.shared.interface import CallHandle
 from raysgd.core.engine.worker import SentData
 from raysgd.core.text.tracebacks import hide_library_frames, hides_library_frames

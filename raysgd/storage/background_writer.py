@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.core.cluster.ray_session import RayThread
+from raysgd.core.cluster.ray_cluster import RayThread
 from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 

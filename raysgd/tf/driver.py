@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.core.arguments import check_kind, check_num_workers, check_operator_class
+from raysgd.core.arrays.data_kinds import kind_of
 from raysgd.core.arrays.user_data import CallData, kind_of
-from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
+from raysgd.core.cluster.resources import DriverView
 from raysgd.core.connections.tensorflow import GROWTH, TensorFlowConnection, keras_of_driver
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind

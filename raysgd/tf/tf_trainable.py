@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
+from raysgd.core.cluster.resources import DriverView
 from raysgd.tf.tf_trainer import TFTrainer
 from raysgd.trainer.driver import tune_trial
 

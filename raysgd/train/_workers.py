@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import PreemptionInfo
 from raysgd.core.arguments import MIN_HEARTBEAT_S, check_num_workers, check_seconds
-from raysgd.core.cluster.program_end import end_with
-from raysgd.core.cluster.ray_cluster import drain_deadlines, draining_nodes, ensure_ray
+from raysgd.core.cluster.ray_cluster import drain_deadlines, draining_nodes, end_with, ensure_ray
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import GroupHooks
 from raysgd.core.engine.group import WorkerGroup as EngineGroup

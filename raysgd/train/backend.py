@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.air.session import current_session
 from raysgd.compat.names import MOVED, former_names
-from raysgd.core.cluster.gpus import DriverView
+from raysgd.core.cluster.resources import DriverView
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.engine.shared.interface import Connection, NoConnection
 from raysgd.core.engine.shared.types import Rendezvous, World

@@ -34,8 +34,7 @@ from raysgd.air.config import CheckpointConfig
 from raysgd.air.constants import PREPROCESSOR_KEY
 from raysgd.air.trial import checkpoint_name
 from raysgd.core.arguments import check_kind
-from raysgd.core.cluster.program_end import end_with
-from raysgd.core.cluster.ray_session import RayThreads
+from raysgd.core.cluster.ray_cluster import RayThreads, end_with
 from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import failure_logged

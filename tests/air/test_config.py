@@ -14,7 +14,7 @@ import pytest
 
 from raysgd.air import CheckpointConfig, DatasetConfig, FailureConfig, RunConfig, ScalingConfig, SyncConfig
 from raysgd.core.cluster import ray_cluster
-from raysgd.core.cluster.gpus import DriverView
+from raysgd.core.cluster.resources import DriverView
 from raysgd.exceptions import InvalidCountError
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.air.session import tune_here
 from raysgd.core.cluster import ray_cluster
-from raysgd.core.cluster.ray_session import RayThreads, delaying_shutdown, keep_threads_from_starting_ray
+from raysgd.core.cluster.ray_cluster import RayThreads, delaying_shutdown, keep_threads_from_starting_ray
 from raysgd.core.connections import _compiler
 from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.torch import end_process_group, is_connection_error

@@ -24,7 +24,7 @@ import ray
 import torch
 
 from raysgd.core.cluster import ray_cluster
-from raysgd.core.cluster.gpus import GpuChoice
+from raysgd.core.cluster.resources import GpuChoice
 from raysgd.core.engine import placement
 from raysgd.torch.driver import arguments
 from raysgd.train._torch import process_group

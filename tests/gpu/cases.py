@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing
 
 from raysgd import Recovery, train
-from raysgd.core.cluster.gpus import MULTI_RANK, why_ranks_cannot_share
+from raysgd.core.cluster.resources import MULTI_RANK, why_ranks_cannot_share
 from raysgd.core.connections.torch import loaded_nccl
 from raysgd.testing import hang_rank, kill_worker
 from raysgd.torch import TorchTrainer

@@ -51,7 +51,7 @@ from typing import Any
 import ray
 import torch
 
-from raysgd.core.cluster.gpus import MULTI_RANK
+from raysgd.core.cluster.resources import MULTI_RANK
 from raysgd.core.connections.torch import loaded_nccl
 from tests.gpu.cases import CASES, ROOT, CannotRun, Case, Machine
 

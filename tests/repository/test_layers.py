@@ -87,7 +87,7 @@ INSIDE = {
         "recovery",
         "controller",
     ),
-    "core.cluster": ("call_lines gpus keeper ray_session", "program_end resources", "ray_cluster"),
+    "core.cluster": ("call_lines keeper resources", "ray_cluster"),
     "tf": (
         "objects tf_dataset",
         "checkpoints parallel",

@@ -13,7 +13,7 @@ import torch
 import raysgd.torch
 from raysgd import TorchTrainer
 from raysgd.core.cluster import ray_cluster
-from raysgd.core.cluster.gpus import DriverView
+from raysgd.core.cluster.resources import DriverView
 from raysgd.torch import BaseTorchTrainable, torch_trainer
 from raysgd.torch.driver import arguments
 from raysgd.utils import BATCH_SIZE

@@ -27,7 +27,7 @@ import torch.distributed.fsdp
 
 import raysgd
 from raysgd.core.cluster import ray_cluster
-from raysgd.core.cluster.gpus import DriverView
+from raysgd.core.cluster.resources import DriverView
 from raysgd.data import Dataset
 from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator

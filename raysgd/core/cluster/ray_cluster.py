@@ -1,26 +1,41 @@
-"""Ray's cluster: connects to it, and asks which nodes are alive, what is free, and which nodes will be removed.
+"""This process and its Ray cluster: the session, the threads that call Ray, the end of the program, and queries.
+
+The library calls Ray in the background only in a `RayThread`. Such a thread belongs to the session in which its work
+began: it never starts Ray, its owner waits for it when the owner ends, and if the user ends Ray first, its work raises
+an error. ADR 172 explains why.
 
 All queries to Ray for free resources are in this module.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import wait
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, TypeVar
+from weakref import finalize
 
-from raysgd.core.cluster.gpus import DriverView, GpuChoice, choose_gpus
-from raysgd.core.cluster.program_end import prepare_to_use_ray
-from raysgd.core.cluster.ray_session import RayThreads, session
-from raysgd.core.cluster.resources import ClusterView, NodeView, PlacementGroupHolder, Resources, num_fitting
+from raysgd.core.cluster.resources import (
+    ClusterView,
+    DriverView,
+    GpuChoice,
+    NodeView,
+    PlacementGroupHolder,
+    Resources,
+    choose_gpus,
+    num_fitting,
+)
 from raysgd.core.private_names import find_name
+from raysgd.exceptions import RaySGDError, WorkersLostError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +44,208 @@ _SLICE_S = 1.0
 _CONNECT_S = 5.0
 _BUNDLE = "bundle_group_"
 _DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
+_END_S = 10.0
+
+# ----------------------------------------------------------------------------------------- the session and its threads
+
+
+def session() -> Any:
+    """Return an object that identifies this process's Ray session, or None if the process is not connected to Ray.
+
+    This function never starts Ray.
+    """
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    if ray.util.client.ray.is_connected():
+        return ray.util.client.ray.get_context().client_worker
+    try:
+        context = ray.get_runtime_context()
+        return context.worker.node.session_name, context.get_job_id()
+    except Exception:  # another thread has just ended Ray
+        return None
+
+
+@contextmanager
+def in_session(expected: Any) -> Iterator[None]:
+    """Run a `with` block that needs the Ray session `expected`, the result of an earlier call to `session`.
+
+    Raises:
+        WorkersLostError: The session ended before or during the block. Ray itself would raise `SystemExit(0)`.
+    """
+    cause: BaseException | None = None
+    if expected is None or session() == expected:
+        try:
+            yield
+            return
+        except (Exception, SystemExit) as error:
+            if expected is None or isinstance(error, RaySGDError) or session() == expected:
+                raise
+            cause = error
+    raise session_ended() from cause
+
+
+def session_ended() -> WorkersLostError:
+    """Return the error to raise if the Ray session of a background call has ended."""
+    return WorkersLostError("The Ray session of this call has ended, for instance by `ray.shutdown()`.")
+
+
+@contextmanager
+def delaying_shutdown() -> Iterator[None]:
+    """Run a `with` block that `ray.shutdown()` in another thread waits for.
+
+    If Ray is shut down while another thread writes to the object store or reads from it, Ray ends the process.
+    """
+    with find_name("ray._private.worker:_connect_or_shutdown_lock") or nullcontext():
+        yield
+
+
+class RayThread(threading.Thread):
+    """A thread in which the library calls Ray. It never starts Ray."""
+
+
+def is_ray_thread() -> bool:
+    """Return True if this code runs in a `RayThread`."""
+    return isinstance(threading.current_thread(), RayThread)
+
+
+class _MayStartRay:
+    """A value of Ray's switch `enable_auto_connect`: false in a `RayThread`, and unchanged in other threads."""
+
+    def __init__(self, elsewhere: object) -> None:
+        self._elsewhere = elsewhere
+
+    def __bool__(self) -> bool:
+        return bool(self._elsewhere) and not is_ray_thread()
+
+
+def keep_threads_from_starting_ray() -> None:
+    """Let calls to Ray in a `RayThread` raise an error where Ray is not running, instead of starting it.
+
+    Call this function after Ray is imported.
+    """
+    auto_init = find_name("ray._private:auto_init_hook")
+    if hasattr(auto_init, "enable_auto_connect"):
+        auto_init.enable_auto_connect = _MayStartRay(auto_init.enable_auto_connect)
+
+
+class RayThreads:
+    """Starts the threads of an owner, such as a trainer, and waits for them when the owner ends."""
+
+    def __init__(self) -> None:
+        self._threads: list[RayThread] = []
+
+    def start(self, work: Callable[[], T], name: str) -> Future[T]:
+        """Run `work` in a new thread, in the current Ray session. Return a future with its result or error.
+
+        Args:
+            work: The function to run.
+            name: Name of the thread, with the prefix "raysgd-".
+        """
+        started_in, future = session(), Future[T]()
+
+        def run() -> T:
+            with in_session(started_in):
+                return work()
+
+        thread = RayThread(target=run_into, args=(future, run), name=name, daemon=True)
+        thread.start()
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        return future
+
+    def join(self) -> None:
+        """Wait for the threads to finish, at most 10 s for all of them together. Skip the current thread.
+
+        First interrupt or stop what they do.
+        """
+        until = time.monotonic() + _END_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+
+def run_into(future: Future[T], work: Callable[[], T]) -> None:
+    """Run `work` and store its result or exception in `future`. Threads use this function as their target."""
+    try:
+        result = work()
+    except BaseException as error:  # even KeyboardInterrupt, which the caller of `future.result` should get
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+# ------------------------------------------------------------------------------------------- the end of the program
+
+
+class ProgramEnd:
+    """Runs finalizers, such as stopping a trainer's workers, when the user's program exits.
+
+    Attributes:
+        has_begun: True if the program is exiting.
+        finalizers: Finalizers that have not run yet, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = self._is_before_ray = False
+        self.finalizers: list[finalize[..., Any]] = []
+
+    def come_before_ray(self) -> None:
+        """Register `run` as an exit hook that runs before Ray's exit hook.
+
+        Python runs the newest exit hook first, and Ray registers its hook when it is imported. Call this method again
+        after Ray has been imported. Hooks that the user's program registers later run first, while trainers still work.
+        """
+        if not self._is_before_ray:
+            atexit.unregister(self.run)
+            atexit.register(self.run)
+            self._is_before_ray = "ray" in sys.modules
+            if self._is_before_ray:
+                keep_threads_from_starting_ray()
+
+    def run(self) -> None:
+        """Run the remaining finalizers, newest first, even if a finalizer fails."""
+        self.has_begun = True
+        for each in reversed(self.finalizers):
+            try:
+                each()
+            except Exception:
+                sys.excepthook(*sys.exc_info())
+
+
+_PROGRAM_END = ProgramEnd()
+
+
+def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> finalize[..., Any]:
+    """Call `end(*args, **kwargs)` when `owner` is garbage collected, or when the program exits, before Ray shuts down.
+
+    A plain `weakref.finalize` may run after Ray's exit hook. Python runs the newest exit hook first, and registers the
+    exit hook of all finalizers when the first finalizer in the process is created, possibly before Ray is imported.
+
+    Returns:
+        The `weakref.finalize` object.
+    """
+    finalizer = finalize(owner, end, *args, **kwargs)
+    finalizer.atexit = False
+    _PROGRAM_END.finalizers = [*(each for each in _PROGRAM_END.finalizers if each.alive), finalizer]
+    _PROGRAM_END.come_before_ray()
+    return finalizer
+
+
+def prepare_to_use_ray() -> None:
+    """Register the cleanup at program exit. Call this function after Ray is imported and before Ray is started.
+
+    Raises:
+        RaySGDError: The program is exiting.
+        WorkersLostError: This is a background thread, and the program has ended its Ray session.
+    """
+    if _PROGRAM_END.has_begun:
+        raise RaySGDError("The program is ending, so no workers are started.")
+    if is_ray_thread() and session() is None:
+        raise session_ended()
+    _PROGRAM_END.come_before_ray()
+
+
+# ---------------------------------------------------------------------------------------------------- the cluster
 
 
 def untyped_ray() -> Any:

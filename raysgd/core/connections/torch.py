@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.core.cluster.gpus import MULTI_RANK, DriverView, why_ranks_cannot_share
+from raysgd.core.cluster.resources import MULTI_RANK, DriverView, why_ranks_cannot_share
 from raysgd.core.connections._compiler import defer_compiler
 from raysgd.core.connections._gloo import DelayedCalls, GlooConnections, as_written, open_sockets, opened_since
 from raysgd.core.connections._origins import is_of, with_causes

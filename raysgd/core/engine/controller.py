@@ -17,8 +17,7 @@ from typing import Any
 from weakref import WeakSet
 
 from raysgd.core.cluster.keeper import keeper
-from raysgd.core.cluster.ray_cluster import cluster_view
-from raysgd.core.cluster.ray_session import RayThreads
+from raysgd.core.cluster.ray_cluster import RayThreads, cluster_view
 from raysgd.core.cluster.resources import ClusterView
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.lifecycle import RELEASE_S, Clock, ElasticRules, Lifecycle

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.cluster.keeper import KeptGroup, keeper
-from raysgd.core.cluster.ray_session import session
+from raysgd.core.cluster.ray_cluster import session
 from raysgd.core.cluster.resources import ClusterView, capacity, explain, impossibility
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.policies import (

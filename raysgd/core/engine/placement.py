@@ -16,8 +16,15 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.cluster.keeper import NAMESPACE, keeper
-from raysgd.core.cluster.ray_cluster import ask_head, cluster_view, is_alive, living_nodes, outer_group, untyped_ray
-from raysgd.core.cluster.ray_session import session
+from raysgd.core.cluster.ray_cluster import (
+    ask_head,
+    cluster_view,
+    is_alive,
+    living_nodes,
+    outer_group,
+    session,
+    untyped_ray,
+)
 from raysgd.core.cluster.resources import Resources, capacity, explain, impossibility
 from raysgd.core.engine.shared.interface import NO_WORDS, FrontEndWords
 from raysgd.exceptions import OnFailure, ReservationTimeoutError

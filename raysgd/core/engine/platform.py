@@ -17,7 +17,7 @@ from typing import Any
 
 from raysgd.core.cluster import call_lines, ray_cluster
 from raysgd.core.cluster.call_lines import LineCall, Reference
-from raysgd.core.cluster.ray_session import RayThread
+from raysgd.core.cluster.ray_cluster import RayThread
 from raysgd.core.engine import transfers
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.shared.interface import Connection

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.core.cluster.ray_session import delaying_shutdown, in_session, is_ray_thread, session
+from raysgd.core.cluster.ray_cluster import delaying_shutdown, in_session, is_ray_thread, session
 from raysgd.core.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 

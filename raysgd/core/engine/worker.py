@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 from raysgd.core.cluster.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
 from raysgd.core.cluster.keeper import CallNumber, keeper
-from raysgd.core.cluster.ray_session import session
+from raysgd.core.cluster.ray_cluster import session
 from raysgd.core.engine.placement import Slot
 from raysgd.core.engine.shared.interface import Capture, Connection, Replica, ReplicaFactory
 from raysgd.core.engine.shared.types import (

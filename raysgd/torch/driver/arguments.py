@@ -17,8 +17,8 @@ import torch
 
 from raysgd.core import arguments as checks
 from raysgd.core.arguments import did_you_mean, is_number, refuse_text
-from raysgd.core.cluster.gpus import GpuChoice
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster, gpus_of_nodes
+from raysgd.core.cluster.resources import GpuChoice
 from raysgd.core.connections.torch import view_of_driver
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import RemovedNameError

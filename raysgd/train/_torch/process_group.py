@@ -9,7 +9,7 @@ import torch
 
 from raysgd.air.session import current_session
 from raysgd.core.arguments import check_seconds
-from raysgd.core.cluster.gpus import DriverView, choose_gpus
+from raysgd.core.cluster.resources import DriverView, choose_gpus
 from raysgd.core.connections.torch import TorchConnection, end_process_group, variables_of_nccl, view_of_driver
 from raysgd.core.engine.shared.interface import FORM_TIMEOUT_S, Connection
 from raysgd.train.backend import Backend, BackendConfig, EncodedData, PlacedConnection

@@ -19,7 +19,7 @@ from raysgd.air.checkpoint import Checkpoint, checkpoint_at
 from raysgd.air.reports import UploadOptions
 from raysgd.air.session import TrialFacts
 from raysgd.air.trial import checkpoint_name
-from raysgd.core.cluster.ray_session import RayThreads
+from raysgd.core.cluster.ray_cluster import RayThreads
 from raysgd.core.engine.shared.types import World
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import SessionMisuseError

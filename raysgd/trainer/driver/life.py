@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raysgd.callbacks.sidecar import Sidecar
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.user_data import CallData
-from raysgd.core.cluster.program_end import end_with
-from raysgd.core.cluster.ray_cluster import draining_nodes
-from raysgd.core.cluster.ray_session import run_into
+from raysgd.core.cluster.ray_cluster import draining_nodes, end_with, run_into
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.lifecycle import ElasticRules
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.cluster.gpus import DriverView, GpuChoice, choose_gpus, why_ranks_cannot_share
+from raysgd.core.cluster.resources import DriverView, GpuChoice, choose_gpus, why_ranks_cannot_share
 
 CAN_SHARE = DriverView(1, "1", 23007)
 

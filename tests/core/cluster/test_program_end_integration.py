@@ -1,4 +1,4 @@
-"""A program that ends while calls are running. Covers `raysgd.core.cluster.program_end`."""
+"""A program that ends while calls are running. Covers `raysgd.core.cluster.ray_cluster`."""
 
 from __future__ import annotations
 

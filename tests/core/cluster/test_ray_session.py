@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import ray
 
-from raysgd.core.cluster import ray_session
-from raysgd.core.cluster.program_end import prepare_to_use_ray
-from raysgd.core.cluster.ray_session import RayThreads, in_session, keep_threads_from_starting_ray
+from raysgd.core.cluster import ray_cluster
+from raysgd.core.cluster.ray_cluster import RayThreads, in_session, keep_threads_from_starting_ray, prepare_to_use_ray
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 
 ROOT = Path(__file__).resolve().parents[3]
 
 UNDER_THE_RULE = {
     "raysgd.core.engine.platform": "joined by the call that starts it",
-    "raysgd.core.cluster.ray_session": "`RayThreads`: background calls, copies for recovery, checkpoints of functions",
+    "raysgd.core.cluster.ray_cluster": "`RayThreads`: background calls, copies for recovery, checkpoints of functions",
     "raysgd.storage.background_writer": "Python waits for it before it ends",
 }
 """Modules that make a `RayThread`."""
@@ -79,7 +78,7 @@ def test_a_new_thread_would_be_seen() -> None:
 def sessions(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The session of this process, which a test may change."""
     current = SimpleNamespace(name="first")
-    monkeypatch.setattr(ray_session, "session", lambda: current.name)
+    monkeypatch.setattr(ray_cluster, "session", lambda: current.name)
     return current
 
 

@@ -1,4 +1,4 @@
-"""Programs that end Ray while the library still calls it. Covers `raysgd.core.cluster.ray_session`."""
+"""Programs that end Ray while the library still calls it. Covers `raysgd.core.cluster.ray_cluster`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ READS = """
 import os, signal, threading, time
 import numpy, ray
 from ray.cluster_utils import Cluster
-from raysgd.core.cluster.ray_session import RayThreads
+from raysgd.core.cluster.ray_cluster import RayThreads
 from raysgd.core.engine.transfers import transfer
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

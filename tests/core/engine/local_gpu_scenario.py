@@ -15,9 +15,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysgd.core.cluster.gpus import DriverView
 from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
-from raysgd.core.cluster.resources import Resources
+from raysgd.core.cluster.resources import DriverView, Resources
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import Rendezvous, World

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.cluster.ray_session import RayThreads
+from raysgd.core.cluster.ray_cluster import RayThreads
 from raysgd.core.engine.controller import PlaceInLine, Turns
 from raysgd.core.engine.lifecycle import Clock
 from raysgd.exceptions import TrainerShutdownError
