@@ -23,7 +23,7 @@ from raysgd.core.arguments import (
     is_number,
     refuse_text,
 )
-from raysgd.core.cluster.resources import DriverView
+from raysgd.core.cluster.resources import DriverView, choose_gpus
 from raysgd.core.numbers.ranking import MAX, MIN
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import InvalidCountError
@@ -426,14 +426,14 @@ class ScalingConfig:
         """
         if self.use_gpu != "auto":
             return self
-        from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
+        from raysgd.core.cluster.ray_cluster import gpus_of_cluster
 
         resources = dict(self.resources_per_worker or {})
-        num_gpus = choose_gpus_of_cluster(
+        num_gpus = choose_gpus(
             "auto",
             self.worker_range[1] + self.spare_workers,
             driver,
-            self.additional_resources_per_worker,
+            lambda: gpus_of_cluster(self.additional_resources_per_worker),
             num_gpus_per_worker=resources.pop("GPU", 1),
         ).num_gpus
         if num_gpus not in (0, 1):

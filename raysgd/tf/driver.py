@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from raysgd.core.arguments import check_kind, check_num_workers, check_operator_class
 from raysgd.core.arrays.data_kinds import kind_of
 from raysgd.core.arrays.user_data import CallData, kind_of
-from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
-from raysgd.core.cluster.resources import DriverView
+from raysgd.core.cluster.ray_cluster import gpus_of_cluster
+from raysgd.core.cluster.resources import DriverView, choose_gpus
 from raysgd.core.connections.tensorflow import GROWTH, TensorFlowConnection, keras_of_driver
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
@@ -65,12 +66,11 @@ def choose_num_gpus(use_gpu: bool | str, group: GroupSettings) -> float:
         import tensorflow as tf
 
         num_here = len(tf.config.list_physical_devices("GPU"))
-    choice = choose_gpus_of_cluster(
+    choice = choose_gpus(
         use_gpu,
         group.num_workers + group.spare_workers,
         DriverView(num_here),
-        group.placement.custom,
-        uses_ray=not group.is_driver_only,
+        None if group.is_driver_only else partial(gpus_of_cluster, group.placement.custom),
         has_driver=group.use_local,
     )
     if choice.is_shared and group.use_local and not GROWTH.items() <= os.environ.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
-from raysgd.core.cluster.resources import DriverView
+from raysgd.core.cluster.ray_cluster import gpus_of_cluster
+from raysgd.core.cluster.resources import DriverView, choose_gpus
 from raysgd.tf.tf_trainer import TFTrainer
 from raysgd.trainer.driver import tune_trial
 
@@ -22,7 +22,7 @@ class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignor
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> Any:
         """Return an empty bundle for the trial itself, which needs no resources, and a bundle for each worker."""
-        num_gpus = choose_gpus_of_cluster(config["use_gpu"], config["num_replicas"], DriverView()).num_gpus
+        num_gpus = choose_gpus(config["use_gpu"], config["num_replicas"], DriverView(), gpus_of_cluster).num_gpus
         bundle = {"CPU": config.get("num_cpus_per_worker", 1), "GPU": num_gpus}
         return tune_trial.reservation([{}, *[bundle] * config["num_replicas"]])
 

@@ -23,7 +23,8 @@ from unittest import mock
 import ray
 import torch
 
-from raysgd.core.cluster import ray_cluster
+from raysgd.air import config
+from raysgd.core.cluster import resources
 from raysgd.core.cluster.resources import GpuChoice
 from raysgd.core.engine import placement
 from raysgd.torch.driver import arguments
@@ -71,7 +72,7 @@ def source_of(name: str) -> str:
 def run(name: str, num_gpus: int) -> dict[str, Any]:
     """Run a program in an empty folder up to where its workers would start."""
     made: list[GpuChoice] = []
-    choose, wait = ray_cluster.choose_gpus, placement.Reservation.wait
+    choose, wait = resources.choose_gpus, placement.Reservation.wait
 
     def seen(function: Callable[..., GpuChoice]) -> Callable[..., GpuChoice]:
         def choosing(*args: Any, **options: Any) -> GpuChoice:
@@ -98,7 +99,8 @@ def run(name: str, num_gpus: int) -> dict[str, Any]:
     view = with_gpus(arguments.view_of_driver)
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(ray_cluster, "choose_gpus", seen(choose)),
+        mock.patch.object(resources, "choose_gpus", seen(choose)),
+        mock.patch.object(config, "choose_gpus", seen(choose)),
         mock.patch.object(placement.Reservation, "wait", granted),
         mock.patch.object(arguments, "view_of_driver", view),
         mock.patch.object(process_group, "view_of_driver", view),

@@ -26,12 +26,9 @@ from weakref import finalize
 
 from raysgd.core.cluster.resources import (
     ClusterView,
-    DriverView,
-    GpuChoice,
     NodeView,
     PlacementGroupHolder,
     Resources,
-    choose_gpus,
     num_fitting,
 )
 from raysgd.core.private_names import find_name
@@ -428,50 +425,10 @@ def gpus_of_nodes(custom: Mapping[str, float] | None = None) -> tuple[float, ...
     return tuple(node.total.get("GPU", 0.0) for node in cluster_view().nodes if num_fitting(node.total, need))
 
 
-def choose_gpus_of_cluster(
-    use_gpu: bool | str,
-    num_workers: int,
-    driver: DriverView,
-    custom: Mapping[str, float] | None = None,
-    *,
-    uses_ray: bool = True,
-    num_gpus_per_worker: float = 1,
-    backend: str = "auto",
-    has_driver: bool = False,
-) -> GpuChoice:
-    """Decide by the GPUs of the cluster what `choose_gpus` decides. Log if workers share GPUs because of "auto".
-
-    With "auto", connect to Ray.
-
-    Args:
-        use_gpu: See `choose_gpus`, also for the other arguments.
-        num_workers: The largest number of workers, spare workers included.
-        driver: What this process sees.
-        custom: Resources of a worker besides CPUs and GPUs.
-        uses_ray: False if this process is the only worker.
-        num_gpus_per_worker: The user's number of GPUs for each worker.
-        backend: The user's backend.
-        has_driver: True if a worker runs in this process.
-
-    Raises:
-        ValueError: The workers cannot share the cluster's GPUs.
-    """
-    of_nodes = None
-    if use_gpu == "auto" and driver.num_gpus is not None and uses_ray:
-        ensure_ray()
-        of_nodes = gpus_of_nodes(custom)
-    options: dict[str, Any] = {"backend": backend, "has_driver": has_driver}
-    choice = choose_gpus(use_gpu, num_workers, driver, of_nodes, num_gpus_per_worker=num_gpus_per_worker, **options)
-    if of_nodes is not None and 0 < choice.num_gpus < num_gpus_per_worker:
-        logger.warning(
-            '%s workers share %g GPU(s), with %g of a GPU each, because of `use_gpu="auto"`: workers on one GPU take '
-            "turns. For a GPU each pass at most `num_workers=%d` (spares count too), for CPUs `use_gpu=False`",
-            num_workers,
-            sum(of_nodes),
-            choice.num_gpus,
-            max(1, sum(map(int, of_nodes))),
-        )
-    return choice
+def gpus_of_cluster(custom: Mapping[str, float] | None = None) -> tuple[float, ...]:
+    """Connect to Ray, and return what `gpus_of_nodes` returns."""
+    ensure_ray()
+    return gpus_of_nodes(custom)
 
 
 def outer_group() -> Any:

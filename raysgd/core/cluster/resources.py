@@ -5,11 +5,14 @@ Nothing in this module queries Ray. ADR 173 explains the decision for `use_gpu="
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import floor
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 MOST_ON_A_GPU = 4
 """Number of workers that may share a GPU with `use_gpu="auto"`."""
@@ -61,7 +64,7 @@ def choose_gpus(
     use_gpu: bool | str,
     num_workers: int,
     driver: DriverView,
-    of_nodes: Sequence[float] | None,
+    ask_nodes: Callable[[], Sequence[float]] | None,
     *,
     num_gpus_per_worker: float = 1,
     backend: str = "auto",
@@ -69,12 +72,14 @@ def choose_gpus(
 ) -> GpuChoice:
     """Decide how many GPUs each worker gets, and over which backend PyTorch workers communicate.
 
+    Log if workers share GPUs because of "auto".
+
     Args:
         use_gpu: True for `num_gpus_per_worker` GPUs each, False for CPUs, "auto" to go by the cluster.
         num_workers: The largest number of workers, spare workers included.
         driver: What this process sees.
-        of_nodes: Number of GPUs of each node, whether free or not. Within a placement group, as in a trial of Ray Tune,
-            of each of its bundles. None without Ray.
+        ask_nodes: Returns the number of GPUs of each node, whether free or not. Within a placement group, as in a trial
+            of Ray Tune, of each of its bundles. Called only if this matters. None without Ray.
         num_gpus_per_worker: The user's number of GPUs for each worker.
         backend: The user's backend: "auto", or a name.
         has_driver: True if a worker runs in this process.
@@ -85,10 +90,21 @@ def choose_gpus(
     """
     num_gpus = float(num_gpus_per_worker) if use_gpu else 0.0
     if use_gpu == "auto":
+        of_nodes = None if ask_nodes is None or driver.num_gpus is None else ask_nodes()
         if driver.num_gpus is None or (not driver.num_gpus and (has_driver or of_nodes is None)):
             num_gpus = 0.0
         elif of_nodes is not None:
             num_gpus = _that_fit(num_workers, num_gpus, of_nodes)
+            if 0 < num_gpus < num_gpus_per_worker:
+                logger.warning(
+                    '%s workers share %g GPU(s), with %g of a GPU each, because of `use_gpu="auto"`: workers on one '
+                    "GPU take turns. For a GPU each pass at most `num_workers=%d` (spares count too), for CPUs "
+                    "`use_gpu=False`",
+                    num_workers,
+                    sum(of_nodes),
+                    num_gpus,
+                    max(1, sum(map(int, of_nodes))),
+                )
     choice = GpuChoice(num_gpus, backend)
     if backend == "auto":
         is_possible = num_gpus >= 1 or (choice.is_shared and not why_ranks_cannot_share(driver.multi_rank, driver.nccl))

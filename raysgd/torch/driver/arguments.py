@@ -11,13 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 
 from raysgd.core import arguments as checks
 from raysgd.core.arguments import did_you_mean, is_number, refuse_text
-from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster, gpus_of_nodes
+from raysgd.core.cluster import resources
+from raysgd.core.cluster.ray_cluster import gpus_of_cluster, gpus_of_nodes
 from raysgd.core.cluster.resources import GpuChoice
 from raysgd.core.connections.torch import view_of_driver
 from raysgd.core.text.log_lines import Once
@@ -141,12 +143,11 @@ def choose_gpus(use_gpu: bool | str, group: GroupSettings) -> GpuChoice:
         ValueError: The workers cannot share the cluster's GPUs.
     """
     placement = group.placement
-    return choose_gpus_of_cluster(
+    return resources.choose_gpus(
         use_gpu,
         group.num_workers + group.spare_workers,
         view_of_driver((placement.runtime_env or {}).get("env_vars")),
-        placement.custom,
-        uses_ray=not group.is_driver_only,
+        None if group.is_driver_only else partial(gpus_of_cluster, placement.custom),
         num_gpus_per_worker=group.num_gpus_per_worker,
         backend=group.backend,
         has_driver=group.use_local,

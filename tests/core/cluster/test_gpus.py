@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,11 @@ import pytest
 from raysgd.core.cluster.resources import DriverView, GpuChoice, choose_gpus, why_ranks_cannot_share
 
 CAN_SHARE = DriverView(1, "1", 23007)
+
+
+def asking(of_nodes: Sequence[float] | None) -> Callable[[], Sequence[float]] | None:
+    """What asks the cluster for its GPUs; nothing where there is no Ray."""
+    return None if of_nodes is None else lambda: of_nodes
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ def test_auto_goes_by_all_gpus_of_the_cluster(
     expected: tuple[float, str],
 ) -> None:
     options: dict[str, Any] = {"num_gpus_per_worker": num_gpus_per_worker, "backend": backend}
-    assert choose_gpus("auto", num_workers, DriverView(seen), of_nodes, **options) == GpuChoice(*expected)
+    assert choose_gpus("auto", num_workers, DriverView(seen), asking(of_nodes), **options) == GpuChoice(*expected)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +83,13 @@ def test_true_and_false_are_what_they_say_whatever_there_is(
     use_gpu: Any, num_gpus_per_worker: float, expected: tuple[float, str]
 ) -> None:
     for seen, of_nodes in ((None, None), (0, ()), (8, (8,))):
-        choice = choose_gpus(use_gpu, 2, DriverView(seen), of_nodes, num_gpus_per_worker=num_gpus_per_worker)
+        choice = choose_gpus(use_gpu, 2, DriverView(seen), asking(of_nodes), num_gpus_per_worker=num_gpus_per_worker)
         assert choice == GpuChoice(*expected)
 
 
 @pytest.mark.parametrize(("seen", "num_gpus"), [(0, 0), (1, 0.5)])
 def test_a_worker_in_a_driver_without_gpus_needs_cpus(seen: int, num_gpus: float) -> None:
-    assert choose_gpus("auto", 2, DriverView(seen), (1,), has_driver=True).num_gpus == num_gpus
+    assert choose_gpus("auto", 2, DriverView(seen), asking((1,)), has_driver=True).num_gpus == num_gpus
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_nccl_connects_workers_on_one_gpu_where_the_user_and_the_library_let_it(
     driver: DriverView, use_gpu: Any, backend: str, expected: str
 ) -> None:
     share = 1 if use_gpu == "auto" else 0.5
-    choice = choose_gpus(use_gpu, 2, driver, (1,), num_gpus_per_worker=share, backend=backend)
+    choice = choose_gpus(use_gpu, 2, driver, asking((1,)), num_gpus_per_worker=share, backend=backend)
     assert (choice.num_gpus, choice.backend) == (0.5, expected)
 
 
@@ -127,11 +132,11 @@ def test_what_cannot_be_shared_is_refused_with_what_to_write(
     num_workers: int, of_nodes: Sequence[float], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        choose_gpus("auto", num_workers, DriverView(1), of_nodes, **options)
+        choose_gpus("auto", num_workers, DriverView(1), asking(of_nodes), **options)
 
 
 def test_a_single_worker_with_a_part_of_a_gpu_may_use_nccl() -> None:
-    choice = choose_gpus(True, 1, DriverView(1), (1,), num_gpus_per_worker=0.5, backend="nccl")
+    choice = choose_gpus(True, 1, DriverView(1), asking((1,)), num_gpus_per_worker=0.5, backend="nccl")
     assert choice == GpuChoice(0.5, "nccl")
 
 

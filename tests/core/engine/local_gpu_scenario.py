@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysgd.core.cluster.ray_cluster import choose_gpus_of_cluster
-from raysgd.core.cluster.resources import DriverView, Resources
+from raysgd.core.cluster.ray_cluster import gpus_of_cluster
+from raysgd.core.cluster.resources import DriverView, Resources, choose_gpus
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import Rendezvous, World
@@ -76,8 +76,8 @@ def share_in_trial(of_bundles: Sequence[float]) -> float:
     group = ray.util.placement_group([{"CPU": 0.5}, *({"CPU": 0.5, "GPU": share} for share in of_bundles)])
     ray.get(group.ready())
     inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
-    chosen = ray.remote(choose_gpus_of_cluster).options(num_cpus=0.5, scheduling_strategy=inside)
-    share: float = ray.get(chosen.remote("auto", 2, DriverView())).num_gpus
+    chosen = ray.remote(choose_gpus).options(num_cpus=0.5, scheduling_strategy=inside)
+    share: float = ray.get(chosen.remote("auto", 2, DriverView(), gpus_of_cluster)).num_gpus
     ray.util.remove_placement_group(group)
     return share
 
@@ -94,7 +94,7 @@ def main() -> None:
         seen: dict[str, Any] = {"first": first, "second": second, "alone": JOINED[-1]}
         group.stop(1.0)
         seen["trials"] = [share_in_trial(of_bundles) for of_bundles in ((1, 1), (0.5, 0.5), (0.25, 0.25), ())]
-        seen["no trial"] = choose_gpus_of_cluster("auto", 3, DriverView()).num_gpus
+        seen["no trial"] = choose_gpus("auto", 3, DriverView(), gpus_of_cluster).num_gpus
     finally:
         ray.shutdown()
     print(json.dumps(seen))
