@@ -29,7 +29,7 @@ _FOREVER_S = 0.1  # longest wait for answers on sockets before the next check wh
 _SHORTLY_S = 0.002  # longest wait for Ray calls while answers may also arrive on sockets
 
 Reference: TypeAlias = object
-"""A call to a remote worker: a `LineCall` or a Ray object reference."""
+"""A call to a remote worker: a `Line`, for the last call over it, or a Ray object reference."""
 
 _SOCKETS: WeakSet[socket.socket] = WeakSet()
 
@@ -50,7 +50,9 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class Line:
-    """The driver's end of a line, a Unix socket to one worker.
+    """The driver's end of a line, a Unix socket to one worker. It also stands for the last call over the line.
+
+    `wait` accepts such calls as well as Ray object references.
 
     Args:
         attend: Starts the Ray call in which the worker connects to the socket and answers calls. Takes the socket's
@@ -69,6 +71,7 @@ class Line:
         self._socket.listen()
         self._socket.setblocking(False)
         self.was_joined = self.is_ended = False
+        self._answer: bytes | None = None
         self.attending = attend(name)
 
     def fileno(self) -> int:
@@ -76,14 +79,52 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: bytes) -> bool:
-        """Send a message to the worker without blocking. If this fails, close the socket and return False."""
+        """Send the next call without blocking, and forget the last answer.
+
+        If this fails, close the socket and return False.
+        """
         try:
             self._socket.send(message)
+            self._answer = None
         except OSError:
             self.hang_up()
         return not self.is_ended
 
-    def receive(self) -> bytes | None:
+    @property
+    def was_heard(self) -> bool:
+        """True if the worker has connected to the socket. A worker on another node can never connect."""
+        return self.has_answer or self.was_joined
+
+    @property
+    def is_answered(self) -> bool:
+        """True if the worker's answer has already been read from the socket.
+
+        This property does not read from the socket.
+        """
+        return self._answer is not None
+
+    @property
+    def has_answer(self) -> bool:
+        """True if the worker's answer has arrived. If so, this property also reads the answer from the socket."""
+        if self._answer is None and not self.is_ended:
+            self._answer = self._receive()
+        return self._answer is not None
+
+    def answer(self) -> Any:
+        """Return the worker's answer. Call this method only after `has_answer` was True.
+
+        Raises:
+            RaySystemError: The answer cannot be unpickled. `ray.get` raises the same error.
+        """
+        assert self._answer is not None
+        try:
+            return pickle.loads(self._answer)
+        except Exception as error:  # unpickling an object of the user may raise anything
+            from ray.exceptions import RaySystemError
+
+            raise RaySystemError(error, traceback.format_exc()) from error
+
+    def _receive(self) -> bytes | None:
         """Return the worker's next message, or None if no message has arrived or the worker has closed the socket.
 
         This method does not block.
@@ -115,55 +156,6 @@ class Line:
         """Close the socket. The worker's `attend` call then returns, which frees the worker to run other Ray calls."""
         self.is_ended = True
         _hang_up(self._socket)
-
-
-class LineCall:
-    """A call from the driver to a worker, whose answer arrives over a `Line`.
-
-    `wait` accepts such calls as well as Ray object references.
-    """
-
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self._answer: bytes | None = None
-
-    def fileno(self) -> int:
-        """Return the socket's file descriptor."""
-        return self.line.fileno()
-
-    @property
-    def was_heard(self) -> bool:
-        """True if the worker has connected to the socket. A worker on another node can never connect."""
-        return self.has_answer or self.line.was_joined
-
-    @property
-    def is_answered(self) -> bool:
-        """True if the worker's answer has already been read from the socket.
-
-        This property does not read from the socket.
-        """
-        return self._answer is not None
-
-    @property
-    def has_answer(self) -> bool:
-        """True if the worker's answer has arrived. If so, this property also reads the answer from the socket."""
-        if self._answer is None and not self.line.is_ended:
-            self._answer = self.line.receive()
-        return self._answer is not None
-
-    def answer(self) -> Any:
-        """Return the worker's answer. Call this method only after `has_answer` was True.
-
-        Raises:
-            RaySystemError: The answer cannot be unpickled. `ray.get` raises the same error.
-        """
-        assert self._answer is not None
-        try:
-            return pickle.loads(self._answer)
-        except Exception as error:  # unpickling an object of the user may raise anything
-            from ray.exceptions import RaySystemError
-
-            raise RaySystemError(error, traceback.format_exc()) from error
 
 
 class LineEnd:
@@ -227,20 +219,20 @@ def wait(references: Collection[Reference], num_returns: int, timeout_s: float |
     Unlike `ray.wait`, this function may return more than `num_returns` calls, and returns them in any order.
 
     Args:
-        references: The calls, as `LineCall`s or Ray object references.
+        references: The calls, as `Line`s or Ray object references.
         num_returns: Number of calls to wait for.
         timeout_s: Longest time to wait. None waits until enough calls have ended.
     """
     import ray
 
-    calls = [each for each in references if isinstance(each, LineCall)]
+    calls = [each for each in references if isinstance(each, Line)]
     if not calls:
         return list(ray.wait(list(references), num_returns=num_returns, timeout=timeout_s)[0])
     until = None if timeout_s is None else time.monotonic() + timeout_s
     done: set[Reference] = {each for each in calls if each.has_answer}
     while len(done) < num_returns:
         left_s = _FOREVER_S if until is None else max(min(until - time.monotonic(), _FOREVER_S), 0.0)
-        by_line = [each for each in calls if each not in done and not each.line.is_ended]
+        by_line = [each for each in calls if each not in done and not each.is_ended]
         if len(by_line) + len(done) == len(references):  # no Ray call is left to wait for
             if readable := _readable(by_line, left_s):
                 done |= {each for each in readable if each.has_answer}
@@ -255,7 +247,7 @@ def wait(references: Collection[Reference], num_returns: int, timeout_s: float |
     return list(done)
 
 
-def _readable(calls: Sequence[LineCall], timeout_s: float) -> list[LineCall]:
+def _readable(calls: Sequence[Line], timeout_s: float) -> list[Line]:
     by_number, poll = {each.fileno(): each for each in calls}, select.poll()
     for number in by_number:
         poll.register(number, select.POLLIN)
@@ -265,5 +257,5 @@ def _readable(calls: Sequence[LineCall], timeout_s: float) -> list[LineCall]:
 def _ended_for_ray(references: Sequence[Reference], num_returns: int, timeout_s: float) -> list[Reference]:
     import ray
 
-    asked = {each.line.attending if isinstance(each, LineCall) else each: each for each in references}
+    asked = {each.attending if isinstance(each, Line) else each: each for each in references}
     return [asked[reference] for reference in ray.wait(list(asked), num_returns=num_returns, timeout=timeout_s)[0]]

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from raysgd.core.cluster import call_lines, ray_cluster
-from raysgd.core.cluster.call_lines import LineCall, Reference
+from raysgd.core.cluster.call_lines import Line, Reference
 from raysgd.core.cluster.ray_cluster import RayThread
 from raysgd.core.engine import transfers
 from raysgd.core.engine.placement import Reservation, Slot
@@ -132,10 +132,10 @@ class Platform:
         """
         ray = ray_cluster.untyped_ray()
         try:
-            if not isinstance(reference, LineCall):
+            if not isinstance(reference, Line):
                 value = ray.get(reference, timeout=0)
             else:
-                value = reference.answer() if reference.has_answer else ray.get(reference.line.attending, timeout=0)
+                value = reference.answer() if reference.has_answer else ray.get(reference.attending, timeout=0)
             return outcome_of(rank, value)
         except ray.exceptions.GetTimeoutError:
             return Unanswered(rank)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
-from raysgd.core.cluster.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
+from raysgd.core.cluster.call_lines import ARE_POSSIBLE, LARGEST, Line, LineEnd
 from raysgd.core.cluster.keeper import CallNumber, keeper
 from raysgd.core.cluster.ray_cluster import session
 from raysgd.core.engine.placement import Slot
@@ -640,7 +640,7 @@ class RemoteWorker:
         if kept_by is not None:
             options |= kept_by.actor_options()
         self.name = options.get("name", "")
-        self._call: LineCall | None = None
+        self._line: Line | None = None
         self._can_attend = ARE_POSSIBLE
         self._session = session()
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
@@ -657,40 +657,39 @@ class RemoteWorker:
     def ask(self, packed: bytes, *values: Any) -> Any:
         """Send the worker a call that `pack` has pickled. Use a Unix socket if possible, otherwise Ray.
 
-        Return a `LineCall` or Ray's reference to the result.
+        Return a `Line` or Ray's reference to the result.
         """
-        before = self._call
-        self._can_attend = self._can_attend and (before is None or before.was_heard)
+        line = self._line
+        self._can_attend = self._can_attend and (line is None or line.was_heard)
         if values or len(packed) > LARGEST or not self._can_attend:
             return self.submit(WorkerProcess.on_packed, packed, *values)
-        if before is not None and before.has_answer and before.line.send(packed):
-            self._call = LineCall(before.line)
-            return self._call
+        if line is not None and line.has_answer and line.send(packed):
+            return line
         self._hang_up()
         try:
-            self._call = LineCall(Line(lambda name: self.actor.attend.remote(name, packed)))
+            self._line = Line(lambda name: self.actor.attend.remote(name, packed))
         except OSError:  # raised, for example, in a sandbox or if too many files are open
             self._can_attend = False
             return self.submit(WorkerProcess.on_packed, packed)
-        return self._call
+        return self._line
 
     def _hang_up(self) -> None:
-        if self._call is not None:
-            self._call.line.hang_up()
-            self._call = None
+        if self._line is not None:
+            self._line.hang_up()
+            self._line = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle.
 
         The Unix socket to the worker is left out, because it works only in this process.
         """
-        return {**vars(self), "_call": None}
+        return {**vars(self), "_line": None}
 
     def kill(self) -> None:
         import ray
 
         # If the call is not answered, another thread may still be waiting for the answer.
-        if self._call is not None and self._call.is_answered:
+        if self._line is not None and self._line.is_answered:
             self._hang_up()
         if session() == self._session:
             ray.kill(self.actor, no_restart=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.core.cluster.call_lines import LARGEST, Line, LineCall, LineEnd
+from raysgd.core.cluster.call_lines import LARGEST, Line, LineEnd
 
 
 @pytest.fixture
@@ -26,23 +26,21 @@ def end(line: Line) -> Iterator[LineEnd]:
 
 
 def test_calls_go_one_way_and_answers_the_other(line: Line, end: LineEnd) -> None:
-    first = LineCall(line)
-    assert not first.has_answer
+    assert not line.has_answer
     assert end.answer({"loss": 0.5})
-    assert first.has_answer
-    assert first.answer() == {"loss": 0.5}
+    assert line.has_answer
+    assert line.answer() == {"loss": 0.5}
     assert line.send(b"the next call")
-    second = LineCall(line)
-    assert not second.has_answer
+    assert not line.has_answer
     assert end.next() == b"the next call"
     assert end.answer(2)
-    assert second.has_answer
-    assert (first.answer(), second.answer()) == ({"loss": 0.5}, 2)
+    assert line.has_answer
+    assert line.answer() == 2
 
 
 def test_the_worker_sees_that_the_driver_has_hung_up(line: Line, end: LineEnd) -> None:
     assert end.answer(1)
-    assert LineCall(line).has_answer
+    assert line.has_answer
     copy = os.dup(line.fileno())  # as a process that was forked has one
     line.hang_up()
     assert end.next() is None
@@ -51,10 +49,9 @@ def test_the_worker_sees_that_the_driver_has_hung_up(line: Line, end: LineEnd) -
 
 
 def test_the_driver_sees_that_the_worker_has_hung_up(line: Line, end: LineEnd) -> None:
-    call = LineCall(line)
     copy = os.dup(end._socket.fileno())
     end.hang_up()
-    assert not call.has_answer
+    assert not line.has_answer
     assert (line.was_joined, line.is_ended, line.send(b"")) == (True, True, False)
     os.close(copy)
 
@@ -65,41 +62,39 @@ def test_a_process_that_is_forked_keeps_no_end(line: Line, end: LineEnd) -> None
         os._exit(end.answer("from the child"))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert end.answer("from the parent")
-    assert LineCall(line).has_answer
+    assert line.has_answer
 
 
 @pytest.mark.parametrize("size", [1000, LARGEST - 100, LARGEST, 10 * LARGEST])
 def test_what_is_large_does_not_go_by_it(line: Line, end: LineEnd, size: int) -> None:
     answer = b"x" * size
     is_small = len(pickle.dumps(answer, protocol=5)) <= LARGEST
-    call = LineCall(line)
-    assert (end.answer(answer), call.has_answer) == (is_small, is_small)
-    assert not is_small or call.answer() == answer
+    assert (end.answer(answer), line.has_answer) == (is_small, is_small)
+    assert not is_small or line.answer() == answer
 
 
 def test_what_plain_pickle_refuses_does_not_go_by_it(line: Line, end: LineEnd) -> None:
     assert not end.answer(lambda: 1)
-    assert not LineCall(line).has_answer
+    assert not line.has_answer
 
 
 def test_a_worker_on_another_node_finds_no_line(line: Line) -> None:
     lost = LineEnd("raysgd-not-here")
     assert not lost.answer(1)
     assert lost.next() is None
-    assert not LineCall(line).was_heard
+    assert not line.was_heard
 
 
 def test_nobody_else_gets_a_line(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = LineEnd(line.attending)
     assert stranger.answer("an answer")
     monkeypatch.setattr(os, "getuid", lambda: -1)
-    call = LineCall(line)
-    assert not call.has_answer
+    assert not line.has_answer
     monkeypatch.undo()
     end = LineEnd(line.attending)
     assert end.answer("the true answer")
-    assert call.has_answer
-    assert call.answer() == "the true answer"
+    assert line.has_answer
+    assert line.answer() == "the true answer"
     end.hang_up()
     stranger.hang_up()
 

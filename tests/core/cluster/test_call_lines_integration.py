@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ray.cloudpickle import dumps
 
-from raysgd.core.cluster.call_lines import LARGEST, Line, LineCall
+from raysgd.core.cluster.call_lines import LARGEST, Line
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine import worker
 from raysgd.core.engine.group import WorkerGroup
@@ -78,7 +78,7 @@ def values(report: GroupReport) -> list[Any]:
 
 
 def lines(group: WorkerGroup) -> list[Line]:
-    return [each._call.line for each in workers(group) if each._call is not None]
+    return [each._line for each in workers(group) if each._line is not None]
 
 
 def workers(group: WorkerGroup) -> list[RemoteWorker]:
@@ -135,8 +135,8 @@ def test_a_worker_that_finds_no_line_is_asked_through_ray_from_then_on(
 def test_a_worker_can_be_sent_while_it_has_a_line(group: WorkerGroup) -> None:
     assert values(ask(group, value_of, 1)) == [1, 1]
     copies = pickle.loads(dumps(workers(group)))
-    assert [copy._call for copy in copies] == [None, None]
-    assert all(isinstance(each._call, LineCall) for each in workers(group))
+    assert [copy._line for copy in copies] == [None, None]
+    assert all(isinstance(each._line, Line) for each in workers(group))
 
 
 def test_a_worker_that_is_killed_is_seen_at_once_also_if_it_has_forked(group: WorkerGroup) -> None:
