@@ -7,7 +7,6 @@ connected. Nothing else is retried here.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,6 @@ from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import (
     Answered,
-    Failed,
     GroupReport,
     Outcome,
     Rendezvous,
@@ -357,11 +355,7 @@ class WorkerGroup:
         return self._remote(rank).submit(method, *args, **kwargs)
 
     def _submit(
-        self,
-        ranks: Iterable[int],
-        method: WorkerMethod[P],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, ranks: Iterable[int], method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs
     ) -> dict[int, Reference]:
         """Start a call of a worker method on `ranks`. Return the calls by rank."""
         return {rank: self.workers[rank].submit(method, *args, **kwargs) for rank in ranks}
@@ -380,69 +374,17 @@ class WorkerGroup:
             self._unanswered = {}
             return GroupReport(tuple([call.run(rank) for rank, call in calls.items() if isinstance(call, LocalCall)]))
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
+        local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
         self._unanswered = remote  # stays set if Ctrl-C ends the wait
-        local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
-        outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
+        if local:
+            ends = self.interrupt, self._kill_remote, self._spec.settle_timeout_s
+            outcomes = listener.listen_beside(local, on_wait, *ends)
+        else:
+            outcomes = listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, outcome in outcomes.items() if not outcome.answered}
         self._spec.relay.tell({str(rank): notes_of(outcome) for rank, outcome in sorted(outcomes.items())})
         return GroupReport(tuple(outcomes[rank] for rank in sorted(calls)))
-
-    def _gather_both(
-        self, local: Mapping[int, LocalCall], listener: Listener, on_wait: Callable[[], None] | None
-    ) -> dict[int, Outcome]:
-        """Run the call of the rank in this process, while another thread gathers the remote ranks' answers.
-
-        If a remote rank fails while the local rank waits for it in a collective, the local call would never return. In
-        that case, the remote workers are killed. If survivors can be reused and no user code raised an exception, the
-        ranks' collectives are interrupted first, and the workers are killed only if this does not help.
-        """
-        answers: dict[int, Outcome] = {}
-        is_local_done = self._platform.make_event()
-
-        def listen() -> None:
-            answers.update(listener.listen(on_wait))
-            if self._must_kill(answers, is_local_done, listener.left_s(answers)):
-                self._kill_remote()  # this kills even ranks that have answered
-                answers.update({rank: _of_killed(outcome) for rank, outcome in answers.items()})
-
-        join = self._platform.begin_thread(listen)
-        outcomes: dict[int, Outcome] = {}
-        try:
-            outcomes |= {rank: call.run(rank) for rank, call in local.items()}
-        finally:
-            is_local_done.set()
-            if not all(rank in outcomes and outcomes[rank].ok for rank in local):
-                listener.stop([outcome.failure.kind for outcome in outcomes.values() if outcome.failure])
-        # After an error, the group is killed, so the listening thread must stop using it.
-        with OnFailure(listener.stop):
-            join()
-        return {**outcomes, **answers}
-
-    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
-        """Return True if the remote workers must be killed: one has failed, and the local rank's call does not return.
-
-        If survivors can be reused and no user code raised an exception, first interrupt the collectives, so that the
-        local call can return.
-
-        Args:
-            answers: The outcomes of the remote ranks.
-            is_local_done: Set once the local rank's call has returned.
-            left_s: How many seconds to wait for the local call to return by itself.
-        """
-        if all(outcome.ok for outcome in answers.values()):
-            return False
-        own_time = OwnTime(self._platform.now)
-        while own_time.look(_POLL_S) < left_s:
-            if is_local_done.wait(_POLL_S):
-                return False
-        if is_local_done.wait(0.0):
-            return False
-        kinds = {outcome.failure.kind for outcome in answers.values() if outcome.failure}
-        if self._spec.keeps_survivors and "user" not in kinds:
-            self.interrupt()
-            return not is_local_done.wait(self._spec.settle_timeout_s)
-        return True
 
     # ------------------------------------------------------------------------------------------ during calls
 
@@ -814,11 +756,6 @@ class WorkerGroup:
                 worker.kill()
         finally:
             self.slots.close(timeout_s)
-
-
-def _of_killed(outcome: Outcome) -> Outcome:
-    """Return the outcome of a call whose worker was then killed. A failure is kept, because it may be the cause."""
-    return replace(outcome, answered=False) if isinstance(outcome, Failed) else Unanswered(outcome.rank)
 
 
 def _nothing() -> None:
