@@ -14,13 +14,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
-from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
-from raysgd.core.cluster.resources import explain
+from raysgd.core.cluster.ray_cluster import note_processes
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.gathering import Listener, OwnTime, await_all, quiet_s, roll_call
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
+from raysgd.core.engine.policies import Diagnosis, LostNodes, emptied_nodes
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import (
     Answered,
@@ -33,7 +32,7 @@ from raysgd.core.engine.shared.types import (
     World,
     hosts_of,
 )
-from raysgd.core.engine.startup import StandbyWorkers, StartupCheck
+from raysgd.core.engine.startup import StandbyWorkers
 from raysgd.core.engine.transfers import SharedValue, StoredPart, Transfer, together
 from raysgd.core.engine.worker import (
     LocalCall,
@@ -43,9 +42,8 @@ from raysgd.core.engine.worker import (
     WorkerProcess,
     notes_of,
     pack,
-    packed_bytes,
 )
-from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
+from raysgd.exceptions import OnFailure
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +78,6 @@ class WorkerGroup:
         placed = {"packs": spec.packs, "within": spec.within, "words": spec.words}
         self.slots = Slots(partial(platform.make_reservation, spec.resources, **placed))
         self.standby = StandbyWorkers(spec, self.slots, platform)
-        self._startup = StartupCheck(platform, spec.heartbeat_s)
-        self._is_cancelled = False
         self.workers: list[LocalWorker | RemoteWorker] = []
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
@@ -145,8 +141,9 @@ class WorkerGroup:
         """
         timeout_s = reservation_timeout_s or self._spec.reservation_timeout_s
         with OnFailure(self.kill):
-            self._create(timeout_s)
-            report = self._make_ready(timeout_s, self.num_workers if min_workers is None else min_workers)
+            self.standby.create(self.workers, self.num_workers, self.num_spares, timeout_s)
+            num_needed = self.num_workers if min_workers is None else min_workers
+            report = self.standby.make_ready(self.workers, num_needed, timeout_s, self._gather)
             if not report.ok:
                 self.kill()
                 return report
@@ -155,99 +152,15 @@ class WorkerGroup:
                 worker.info = info
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
             self.give_ranks([self.workers[index] for index in order])
-            return self._build(self._startup.poll, captures=self._spec.captures_after_calls)
-
-    def _create(self, timeout_s: float) -> None:
-        """Reserve resources for the workers and spares, and start the worker processes."""
-        spec, workers = self._spec, self.workers
-        local = self._platform.new_local_worker(spec.connection) if spec.use_local else None
-        if local is not None:
-            workers.append(local)
-        if self.num_workers == len(workers):
-            return
-        packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
-        self._platform.ensure_running()
-        num_slots = self.num_workers + self.num_spares  # including a slot for the driver
-        self.slots.reserve(num_slots, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
-        if local is not None:
-            local.use_gpus(self.slots.take_slot().reservation.gpus_of_driver())
-        for _ in range(len(workers), self.num_workers):
-            worker = self._platform.new_worker(self.slots.take_slot(), spec.connection, spec.num_threads)
-            workers.append(worker)
-            self._startup.watch_worker(worker)
-        self._check_wanted()
-
-    def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
-        """Run the user's initialization hook and import the framework in all workers.
-
-        Replace workers that die meanwhile.
-
-        Args:
-            timeout_s: How long to wait until Ray has placed the workers.
-            min_workers: Number of workers that must be ready.
-
-        Returns:
-            A report with the `WorkerInfo` of each ready worker, or the report of the failure.
-        """
-        num_workers = len(self.workers)
-        # A worker answers this call even while it runs the user's hook.
-        placed = self._submit(self.remote_ranks, WorkerProcess.describe)
-        calls = self._submit(range(num_workers), WorkerProcess.prepare, self._spec.initialization_hook)
-        if placed and not self.slots.are_own:
-            self._await_placement(list(placed.values()), timeout_s)
-        report = self._gather(calls, self._startup.poll)
-        while not report.ok:
-            dead = {outcome.rank for outcome in report.outcomes if outcome.failure is not None}
-            if classify(report).kind == "user":
-                return report
-            logger.warning("%s; continuing with the others", words(classify(report)))
-            for rank in dead:
-                worker = self._remote(rank)
-                self._startup.remove(worker)
-                worker.kill()
-                self.slots.give_back(worker.slot)
-            self.standby.replace(len(dead), num_workers)
-            calls = {rank: call for rank, call in calls.items() if rank not in dead}
-            if len(calls) + self.standby.num_all < min_workers:
-                return report
-            failed, report = report, self._gather(calls, self._startup.poll)
-        joining = self.standby.take_needed(min_workers - len(calls), num_workers - len(calls), self._startup.poll)
-        if joining is None:
-            self._check_wanted()
-            return failed
-        self._look_after(joining)
-        self.workers = [self.workers[rank] for rank in calls] + joining
-        return GroupReport((*report.outcomes, *(Answered(-1, each.info) for each in joining)))
-
-    def _await_placement(self, references: list[Any], timeout_s: float) -> None:
-        """Wait until Ray has started all worker actors.
-
-        The actors may have to wait for resources in an existing placement group.
-
-        Raises:
-            ReservationTimeoutError: Some actors were not started in time.
-        """
-        import ray
-
-        _, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
-        if waiting:
-            raise ReservationTimeoutError(
-                f"{len(waiting)} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
-                + explain(self._spec.resources, len(references), cluster_view())
-            )
-
-    def _check_wanted(self) -> None:
-        if self._is_cancelled:
-            raise TrainerShutdownError("The trainer was shut down while its workers were started.")
-
-    def _look_after(self, joining: Sequence[RemoteWorker]) -> None:
-        for each in joining:
-            self._startup.watch_worker(each)
+            return self._build(self.standby.look_after, captures=self._spec.captures_after_calls)
 
     def _build(self, on_wait: Callable[[], None], *, captures: bool) -> GroupReport:
         """Connect the ranks, and make each rank build its replica."""
         args = (self._spec.make_replica, captures)
-        return self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait)
+        self.standby.watch(self.workers)
+        report = self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait)
+        self.standby.unwatch(self.workers)
+        return report
 
     def _connect(
         self, method: Any, args: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
@@ -618,12 +531,9 @@ class WorkerGroup:
     def remove_workers(self, ranks: Sequence[int]) -> None:
         """Kill the workers of these ranks, dead or alive, and free their slots."""
         for rank in ranks:
-            worker = self._remote(rank)
             if rank in self.silent or rank in self.stuck:
                 self.kill_rank(rank)
-            else:
-                worker.kill()
-            self.slots.give_back(worker.slot)
+            self.standby.kill(self._remote(rank))
         self.silent.clear()
         self.stuck.clear()
         self.gone |= set(ranks)
@@ -676,9 +586,8 @@ class WorkerGroup:
             A report with what each replica's `setup` returned, or a report with the failure. After a failure, the group
             cannot run calls until it is formed again.
         """
-        self._look_after(joining)
         self._give_places(survivors, joining)
-        return self._build(on_wait or self._startup.poll, captures=captures)
+        return self._build(on_wait or self.standby.look_after, captures=captures)
 
     def _give_places(
         self, survivors: Sequence[int], joining: Sequence[RemoteWorker], places: Sequence[int] = ()
@@ -702,7 +611,6 @@ class WorkerGroup:
 
         Call this from a different thread.
         """
-        self._is_cancelled = True
         self.standby.cancel()
         self._kill_remote()
 

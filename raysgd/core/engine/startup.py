@@ -9,24 +9,27 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from raysgd.core.cluster.call_lines import Reference
-from raysgd.core.cluster.ray_cluster import note_processes
+from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
+from raysgd.core.cluster.resources import explain
 from raysgd.core.engine.gathering import LivenessCheck, await_all, quiet_s
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.policies import why_not_started
+from raysgd.core.engine.policies import classify, why_not_started, words
 from raysgd.core.engine.shared.interface import GroupSpec, SpareReplica, method_of
-from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, World
-from raysgd.core.engine.worker import RemoteWorker, WorkerProcess, notes_of, pack
-from raysgd.exceptions import OnFailure
+from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, GroupReport, World
+from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerProcess, notes_of, pack, packed_bytes
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Gather: TypeAlias = Callable[[Mapping[int, Reference], Callable[[], None]], GroupReport]
+"""Waits for the answers to calls. Takes the calls by rank, and a function to call regularly during the wait."""
 
 _POLL_S = 0.1
 _LOAN_ROUND_S = 0.5
@@ -60,8 +63,9 @@ class StartupCheck:
 
     def watch_worker(self, worker: RemoteWorker) -> None:
         """Start to check whether a worker answers."""
-        self._workers.append(worker)
-        self._ask([worker])
+        if worker not in self._workers:
+            self._workers.append(worker)
+            self._ask([worker])
 
     def remove(self, worker: RemoteWorker) -> None:
         """Stop checking a worker that has joined a group or was killed."""
@@ -192,7 +196,9 @@ class Loan:
 
 
 class StandbyWorkers:
-    """Starts and supervises the standby workers of a group. Errors in these workers are logged, never raised.
+    """Starts the workers of a group, and starts and supervises its standby workers.
+
+    Errors in standby workers are logged, never raised.
 
     Attributes:
         replacements: Number of replacements that are still allowed for workers that die while a group starts. All
@@ -210,6 +216,115 @@ class StandbyWorkers:
         self._is_cancelled = False
         self._polling = threading.Lock()
         self.replacements = Replacements()
+
+    # --------------------------------------------------------------------------------------- the workers of a new group
+
+    def create(
+        self, workers: list[LocalWorker | RemoteWorker], num_workers: int, num_spares: int, timeout_s: float
+    ) -> None:
+        """Reserve resources for the workers and spares of a new group, and start the worker processes.
+
+        Args:
+            workers: The list to which the workers are added.
+            num_workers: Number of workers.
+            num_spares: Number of spare workers for which resources are reserved as well.
+            timeout_s: How long to wait until the resources are granted.
+        """
+        spec, platform, slots = self._spec, self._platform, self._slots
+        local = platform.new_local_worker(spec.connection) if spec.use_local else None
+        if local is not None:
+            workers.append(local)
+        if num_workers == len(workers):
+            return
+        packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
+        platform.ensure_running()
+        # The driver gets a slot, too.
+        slots.reserve(num_workers + num_spares, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
+        if local is not None:
+            local.use_gpus(slots.take_slot().reservation.gpus_of_driver())
+        for _ in range(len(workers), num_workers):
+            worker = platform.new_worker(slots.take_slot(), spec.connection, spec.num_threads)
+            workers.append(worker)
+            self.watch([worker])
+        self._check_wanted()
+
+    def make_ready(
+        self, workers: list[LocalWorker | RemoteWorker], min_workers: int, timeout_s: float, gather: Gather
+    ) -> GroupReport:
+        """Run the user's initialization hook and import the framework in all workers of a new group.
+
+        Replace workers that die meanwhile.
+
+        Args:
+            workers: The workers. Changed to the workers that are ready.
+            min_workers: Number of workers that must be ready.
+            timeout_s: How long to wait until Ray has placed the workers.
+            gather: Waits for the answers to calls.
+
+        Returns:
+            A report with the `WorkerInfo` of each ready worker, or the report of the failure.
+        """
+        num_workers, hook = len(workers), self._spec.initialization_hook
+        # A worker answers this call even while it runs the user's hook.
+        placed = [worker.submit(WorkerProcess.describe) for worker in workers if not worker.is_local]
+        calls = {index: worker.submit(WorkerProcess.prepare, hook) for index, worker in enumerate(workers)}
+        if placed and not self._slots.are_own:
+            self._await_placement(placed, timeout_s)
+        report = gather(calls, self.look_after)
+        while not report.ok:
+            dead = {outcome.rank for outcome in report.outcomes if outcome.failure is not None}
+            if classify(report).kind == "user":
+                return report
+            logger.warning("%s; continuing with the others", words(classify(report)))
+            for worker in [workers[index] for index in dead]:
+                assert isinstance(worker, RemoteWorker), "the driver itself cannot die"
+                self.kill(worker)
+            self.replace(len(dead), num_workers)
+            calls = {index: call for index, call in calls.items() if index not in dead}
+            if len(calls) + self.num_all < min_workers:
+                return report
+            failed, report = report, gather(calls, self.look_after)
+        joining = self.take_needed(min_workers - len(calls), num_workers - len(calls))
+        if joining is None:
+            self._check_wanted()
+            return failed
+        workers[:] = [*(workers[index] for index in calls), *joining]
+        return GroupReport((*report.outcomes, *(Answered(-1, each.info) for each in joining)))
+
+    def _await_placement(self, references: list[Any], timeout_s: float) -> None:
+        """Wait until Ray has started all worker actors.
+
+        The actors may have to wait for resources in an existing placement group.
+
+        Raises:
+            ReservationTimeoutError: Some actors were not started in time.
+        """
+        import ray
+
+        _, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        if waiting:
+            raise ReservationTimeoutError(
+                f"{len(waiting)} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
+                + explain(self._spec.resources, len(references), cluster_view())
+            )
+
+    def _check_wanted(self) -> None:
+        if self._is_cancelled:
+            raise TrainerShutdownError("The trainer was shut down while its workers were started.")
+
+    def watch(self, workers: Iterable[LocalWorker | RemoteWorker]) -> None:
+        """Kill these workers if they freeze. Call this while they start, and `unwatch` afterwards."""
+        for each in workers:
+            if isinstance(each, RemoteWorker):
+                self._startup.watch_worker(each)
+
+    def unwatch(self, workers: Iterable[LocalWorker | RemoteWorker]) -> None:
+        """Stop checking these workers. The monitor of the calls watches them from now on."""
+        for each in workers:
+            if isinstance(each, RemoteWorker):
+                self._startup.remove(each)
+
+    # ----------------------------------------------------------------------------------------------- standby workers
 
     @property
     def num_coming(self) -> int:
@@ -245,7 +360,7 @@ class StandbyWorkers:
             worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
             call = worker.submit(WorkerProcess.prepare_standby, self._spec.initialization_hook, world, make_replica)
             self._coming.append((worker, call))
-            self._startup.watch_worker(worker)
+            self.watch([worker])
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
