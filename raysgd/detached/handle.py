@@ -20,7 +20,7 @@ from typing import Any
 from raysgd.core.cluster.keeper import NAMESPACE, end_workers
 from raysgd.core.cluster.ray_cluster import end_with, session
 from raysgd.core.engine.shared.interface import CallHandle
-from raysgd.core.engine.worker import SentData
+from raysgd.core.sending import SentData
 from raysgd.core.text.tracebacks import hide_library_frames, hides_library_frames
 from raysgd.detached.call_log import Journal, journal_path
 from raysgd.detached.process import CallRequest

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.core import arguments as checks
-from raysgd.core.engine.worker import cannot_import, is_sendable, node_here, packed_bytes
+from raysgd.core.engine.worker import node_here
+from raysgd.core.sending import cannot_import, is_sendable, packed_bytes
 from raysgd.core.tables import read_table
 from raysgd.core.text import log_lines
 from raysgd.core.text.faults import describe_fault, has_user_code

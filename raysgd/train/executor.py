@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.core.arguments import check_amount, check_seconds
 from raysgd.core.engine.shared.interface import GroupHistory
-from raysgd.core.engine.worker import packed_bytes
+from raysgd.core.sending import packed_bytes
 from raysgd.exceptions import TrainBackendError
 from raysgd.storage import Folder
 from raysgd.train._function_run import FunctionRun

@@ -51,7 +51,7 @@ INSIDE = {
     "core": (
         "cache config_keys imports memory state tables text",
         "private_names synonyms",
-        "arguments files numbers worker_errors",
+        "arguments files numbers sending worker_errors",
         "cluster writers",
         "engine",
         "arrays connections history",
@@ -166,7 +166,6 @@ NO_FRAMEWORK = (
 )
 ENGINE_MODULES_WITH_RAY = {
     "placement",
-    "group",
     "platform",
     "transfers",
     "worker",

@@ -157,9 +157,9 @@ class WorkerGroup:
     def _build(self, on_wait: Callable[[], None], *, captures: bool) -> GroupReport:
         """Connect the ranks, and make each rank build its replica."""
         args = (self._spec.make_replica, captures)
-        self.standby.watch(self.workers)
+        self.standby.startup.watch(self.workers)
         report = self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait)
-        self.standby.unwatch(self.workers)
+        self.standby.startup.unwatch(self.workers)
         return report
 
     def _connect(

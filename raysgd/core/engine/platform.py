@@ -22,8 +22,9 @@ from raysgd.core.engine import transfers
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.shared.interface import Connection
 from raysgd.core.engine.shared.types import Failed, Failure, Outcome, Unanswered, WorkerInfo
-from raysgd.core.engine.worker import LocalWorker, RemoteWorker, cannot_import, node_here, outcome_of
+from raysgd.core.engine.worker import LocalWorker, RemoteWorker, node_here, outcome_of
 from raysgd.core.private_names import find_name
+from raysgd.core.sending import cannot_import
 from raysgd.exceptions import WorkerFault
 
 _TOGETHER_S = 0.01  # how long to wait for all calls before waiting for any call: one query for many answers is faster

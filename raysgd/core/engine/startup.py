@@ -22,7 +22,8 @@ from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import classify, why_not_started, words
 from raysgd.core.engine.shared.interface import GroupSpec, SpareReplica, method_of
 from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, GroupReport, World
-from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerProcess, notes_of, pack, packed_bytes
+from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerProcess, notes_of, pack
+from raysgd.core.sending import packed_bytes
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
@@ -61,17 +62,18 @@ class StartupCheck:
         self._next_round = self._now()
         self.lost: list[RemoteWorker] = []
 
-    def watch_worker(self, worker: RemoteWorker) -> None:
-        """Start to check whether a worker answers."""
-        if worker not in self._workers:
-            self._workers.append(worker)
-            self._ask([worker])
+    def watch(self, workers: Iterable[LocalWorker | RemoteWorker]) -> None:
+        """Start to check whether these workers answer. The driver itself is not checked."""
+        new = [each for each in workers if not isinstance(each, LocalWorker) and each not in self._workers]
+        self._workers += new
+        self._ask(new)
 
-    def remove(self, worker: RemoteWorker) -> None:
-        """Stop checking a worker that has joined a group or was killed."""
-        if worker in self._workers:
-            self._workers.remove(worker)
-            self._liveness.remove(worker)
+    def unwatch(self, workers: Iterable[LocalWorker | RemoteWorker]) -> None:
+        """Stop checking workers that have joined a group or were killed."""
+        for each in workers:
+            if each in self._workers and not isinstance(each, LocalWorker):
+                self._workers.remove(each)
+                self._liveness.remove(each)
 
     def poll(self) -> None:
         """Read the workers' answers, kill silent workers, and start a new round of polls if it is due.
@@ -97,7 +99,7 @@ class StartupCheck:
     def _end(self, worker: RemoteWorker) -> None:
         pid, address = worker.info.pid, worker.info.node_ip
         logger.warning("a worker outside any group (process %s on node %s) did not respond; stopping it", pid, address)
-        self.remove(worker)
+        self.unwatch([worker])
         worker.kill()
         self._platform.kill_process(worker.info)
 
@@ -201,13 +203,14 @@ class StandbyWorkers:
     Errors in standby workers are logged, never raised.
 
     Attributes:
+        startup: Kills the workers that freeze while they start or stand by.
         replacements: Number of replacements that are still allowed for workers that die while a group starts. All
             attempts to start a group share this number.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
         self._spec, self._slots, self._platform = spec, slots, platform
-        self._startup = StartupCheck(platform, spec.heartbeat_s)
+        self.startup = StartupCheck(platform, spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Reference]] = []
         self._ready: list[RemoteWorker] = []
         self._loans: list[Loan] = []
@@ -245,7 +248,7 @@ class StandbyWorkers:
         for _ in range(len(workers), num_workers):
             worker = platform.new_worker(slots.take_slot(), spec.connection, spec.num_threads)
             workers.append(worker)
-            self.watch([worker])
+            self.startup.watch([worker])
         self._check_wanted()
 
     def make_ready(
@@ -299,30 +302,16 @@ class StandbyWorkers:
         Raises:
             ReservationTimeoutError: Some actors were not started in time.
         """
-        import ray
-
-        _, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
-        if waiting:
+        num_waiting = len(references) - len(self._platform.ready(references, timeout_s))
+        if num_waiting:
             raise ReservationTimeoutError(
-                f"{len(waiting)} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
+                f"{num_waiting} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
                 + explain(self._spec.resources, len(references), cluster_view())
             )
 
     def _check_wanted(self) -> None:
         if self._is_cancelled:
             raise TrainerShutdownError("The trainer was shut down while its workers were started.")
-
-    def watch(self, workers: Iterable[LocalWorker | RemoteWorker]) -> None:
-        """Kill these workers if they freeze. Call this while they start, and `unwatch` afterwards."""
-        for each in workers:
-            if isinstance(each, RemoteWorker):
-                self._startup.watch_worker(each)
-
-    def unwatch(self, workers: Iterable[LocalWorker | RemoteWorker]) -> None:
-        """Stop checking these workers. The monitor of the calls watches them from now on."""
-        for each in workers:
-            if isinstance(each, RemoteWorker):
-                self._startup.remove(each)
 
     # ----------------------------------------------------------------------------------------------- standby workers
 
@@ -360,7 +349,7 @@ class StandbyWorkers:
             worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
             call = worker.submit(WorkerProcess.prepare_standby, self._spec.initialization_hook, world, make_replica)
             self._coming.append((worker, call))
-            self.watch([worker])
+            self.startup.watch([worker])
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
@@ -394,8 +383,7 @@ class StandbyWorkers:
             on_wait()
             self.look_after()
         taken = [each for each in self._ready[:count] if _take_out(self._ready, each)]
-        for each in taken:
-            self._startup.remove(each)
+        self.startup.unwatch(taken)
         return taken
 
     def take_needed(
@@ -491,10 +479,10 @@ class StandbyWorkers:
             self._polling.release()
 
     def _see_to_all(self) -> None:
-        self._startup.poll()
+        self.startup.poll()
         self._take_back()
         for each in [*self._ready]:
-            if each in self._startup.lost and _take_out(self._ready, each):
+            if each in self.startup.lost and _take_out(self._ready, each):
                 logger.warning("new worker (process %s) died", each.info.pid)
                 self.kill(each)
         num_died = 0
@@ -541,7 +529,7 @@ class StandbyWorkers:
 
     def kill(self, worker: RemoteWorker) -> None:
         """Kill a worker and free its slot. The worker may be a standby worker or may have been taken out of standby."""
-        self._startup.remove(worker)
+        self.startup.unwatch([worker])
         worker.kill()
         self._slots.give_back(worker.slot)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd.core.arrays.division import Division
 from raysgd.core.engine.shared.types import World
-from raysgd.core.engine.worker import packed_bytes
+from raysgd.core.sending import packed_bytes
 from raysgd.streams.global_reader import StartSum
 from raysgd.streams.loaders import ArrayCollate, Collate
 from raysgd.streams.source import StreamGroup, StreamSource, check_batched, stream_data

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from raysgd.core import arguments as checks
 from raysgd.core.config_keys import BATCH_SIZE
-from raysgd.core.engine.worker import is_sendable
+from raysgd.core.sending import is_sendable
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import UnpicklableError
 

@@ -17,10 +17,10 @@ from raysgd.callbacks.monitors import StepMetrics, open_steps, summaries_of_step
 from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.transfers import ask_all
-from raysgd.core.engine.worker import is_sendable
 from raysgd.core.history import readable
 from raysgd.core.numbers.meters import NUM_SAMPLES, MetricSummary
 from raysgd.core.numbers.results import merge
+from raysgd.core.sending import is_sendable
 from raysgd.exceptions import OnFailure, RaySGDError, UnpicklableError
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.listeners import Listener, StepReader

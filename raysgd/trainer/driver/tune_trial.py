@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from raysgd.core.engine.worker import packed_bytes
 from raysgd.core.imports import pickle_modules_by_name, require
 from raysgd.core.numbers.results import as_number
+from raysgd.core.sending import packed_bytes
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import MissingTuneError, UnpicklableError
 

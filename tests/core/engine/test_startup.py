@@ -53,8 +53,7 @@ class StartupScene:
         self.clock = FakeClock()
         self.ended: list[int] = []
         self.startup = StartupCheck(cast(Platform, self), heartbeat_s)
-        for process in processes:
-            self.startup.watch_worker(cast(RemoteWorker, process))
+        self.startup.watch(cast(Any, processes))
 
     def now(self) -> float:
         return self.clock.monotonic()
@@ -141,7 +140,7 @@ def test_whoever_is_ready_is_not_looked_after_any_more() -> None:
     ready = Process(1)
     scene = StartupScene(ready)
     scene.pass_time(1)
-    scene.startup.remove(cast(RemoteWorker, ready))
+    scene.startup.unwatch([cast(RemoteWorker, ready)])
     ready.is_stopped = True
     scene.pass_time(140)
     assert scene.ended == []

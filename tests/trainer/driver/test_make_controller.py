@@ -10,7 +10,6 @@ import pytest
 
 from raysgd.core.engine.shared.interface import GroupSpec, NoConnection
 from raysgd.trainer.configuration import GroupSettings, Placement, Recovery, ReplicaMaker
-from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.driver import life
 from raysgd.trainer.messages.epochs import RunnerFacts
 

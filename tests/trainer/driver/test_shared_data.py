@@ -12,7 +12,7 @@ import ray
 
 from raysgd.core.arrays.user_data import CallData, DataPosition, RayBatches
 from raysgd.core.engine.shared.types import World
-from raysgd.core.engine.worker import SentData
+from raysgd.core.sending import SentData
 from raysgd.trainer.configuration import ReplicaSettings
 from raysgd.trainer.driver.shared_data import DataSharing
 from raysgd.trainer.messages.epochs import EpochRequest
