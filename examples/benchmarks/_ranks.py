@@ -32,10 +32,10 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, nodes: Sequenc
     connections = [TorchConnection(timeout_s=_TIMEOUT_S, form_timeout_s=_TIMEOUT_S) for _ in range(size)]
     places = [nodes[rank * len(nodes) // size] if nodes else None for rank in range(size)]
     addresses = []
-    for rank, (connection, place) in enumerate(zip(connections, places, strict=True)):
+    for connection, place in zip(connections, places, strict=True):
         host = LOOPBACK if place is None else place.host
         with _inside(place):
-            addresses.append((host, connection.open_endpoint(host, rank)))
+            addresses.append((host, connection.open_endpoint(host)))
     rendezvous = Rendezvous(tuple(addresses), on_one_node=not nodes)
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)

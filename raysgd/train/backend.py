@@ -133,12 +133,8 @@ class PlacedConnection(Connection):
     def load(self) -> None:
         self.inner.load()
 
-    @property
-    def opens_for_any_rank(self) -> bool:
-        return self.inner.opens_for_any_rank
-
-    def open_endpoint(self, host: str, rank: int) -> int:
-        return self.inner.open_endpoint(host, rank)
+    def open_endpoint(self, host: str) -> int:
+        return self.inner.open_endpoint(host)
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         for name, value in self.variables(rendezvous, world).items():

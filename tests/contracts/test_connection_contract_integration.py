@@ -127,7 +127,7 @@ class Rig:
 
     def open_endpoints(self, case: Case, num_ranks: int) -> Rendezvous:
         """Where the first processes listen."""
-        calls = [self.on(rank, open_endpoint, case.connection, rank) for rank in range(num_ranks)]
+        calls = [self.on(rank, open_endpoint, case.connection) for rank in range(num_ranks)]
         return meeting(*(answer.value for answer in ray.get(calls)))
 
     def leave(self, num_ranks: int) -> None:
@@ -165,10 +165,10 @@ def load(replica: Any, connection: Connection) -> None:
     connection.load()
 
 
-def open_endpoint(replica: Any, connection: Connection, rank: int) -> int:
+def open_endpoint(replica: Any, connection: Connection) -> int:
     replica.variables, replica.sockets = dict(os.environ), open_sockets()
     replica.connection = connection
-    return connection.open_endpoint("127.0.0.1", rank)
+    return connection.open_endpoint("127.0.0.1")
 
 
 def join(replica: Any, case: Case, rendezvous: Rendezvous, world: World) -> None:
@@ -238,7 +238,7 @@ def test_leaving_without_having_joined_is_harmless(case: Case) -> None:
 
 def test_opening_a_meeting_point_that_nobody_comes_to_is_harmless(case: Case) -> None:
     connection: Connection = replace(case.connection)  # type: ignore[type-var]
-    assert connection.open_endpoint("127.0.0.1", 0) > 0
+    assert connection.open_endpoint("127.0.0.1") > 0
     connection.leave()
 
 
@@ -273,7 +273,7 @@ def test_a_peer_that_never_comes_counts_as_a_broken_connection(rig: Rig, case: C
 
 def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
     pair = [TensorFlowConnection(timeout_s=120) for _ in range(2)]
-    place = meeting(*(connection.open_endpoint("127.0.0.1", rank) for rank, connection in enumerate(pair)))
+    place = meeting(*(connection.open_endpoint("127.0.0.1") for connection in pair))
     joining = [
         threading.Thread(target=connection.join, args=(place, World(rank, 2))) for rank, connection in enumerate(pair)
     ]
@@ -285,7 +285,7 @@ def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
     assert all(0 < int(worker.removeprefix("127.0.0.1:")) < 2**16 for worker in workers), workers
     third = TensorFlowConnection(timeout_s=120)
     with pytest.raises(RuntimeError, match="shut that trainer down first"):
-        third.join(meeting(third.open_endpoint("127.0.0.1", 0), 1), World(0, 2))
+        third.join(meeting(third.open_endpoint("127.0.0.1"), 1), World(0, 2))
     for connection in (third, *pair):
         connection.leave()
     assert "TF_CONFIG" not in os.environ
@@ -312,7 +312,7 @@ def torch_is_connected() -> bool:
 
 def test_a_process_group_of_the_user_is_refused_with_advice_and_left_alone(own_group: None) -> None:
     connection = TorchConnection()
-    port = connection.open_endpoint("127.0.0.1", 0)
+    port = connection.open_endpoint("127.0.0.1")
     with pytest.raises(RuntimeError, match=r"already.*destroy the other group or shut the other trainer down"):
         connection.join(meeting(port, 1), World(0, 2))
     connection.leave()
@@ -321,7 +321,7 @@ def test_a_process_group_of_the_user_is_refused_with_advice_and_left_alone(own_g
 
 def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -> None:
     connection = TorchConnection()
-    connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1))
+    connection.join(meeting(connection.open_endpoint("127.0.0.1")), World(0, 1))
     connection.leave()
     assert torch_is_connected()
 
@@ -329,7 +329,7 @@ def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -
 def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
     connection = TorchConnection(timeout_s=120)
     for _ in range(2):
-        connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1), even_alone=True)
+        connection.join(meeting(connection.open_endpoint("127.0.0.1")), World(0, 1), even_alone=True)
         assert torch_is_connected()
         connection.leave()
         assert not torch_is_connected()
@@ -339,7 +339,7 @@ def test_a_second_group_waits_as_long_as_the_first() -> None:
     import torch
 
     connection = TorchConnection(timeout_s=77)
-    connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1), even_alone=True)
+    connection.join(meeting(connection.open_endpoint("127.0.0.1")), World(0, 1), even_alone=True)
     gloo = connection.new_group_beside()._get_backend(torch.device("cpu"))
     assert gloo.options._timeout.total_seconds() == 77
     connection.leave()
@@ -347,7 +347,7 @@ def test_a_second_group_waits_as_long_as_the_first() -> None:
 
 def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> None:
     connection = TorchConnection("gloo", timeout_s=600)
-    place = meeting(connection.open_endpoint("127.0.0.1", 0), 1)
+    place = meeting(connection.open_endpoint("127.0.0.1"), 1)
     errors: list[Exception] = []
 
     def join() -> None:
@@ -369,7 +369,7 @@ def test_a_group_that_could_not_be_formed_leaves_no_trace(monkeypatch: pytest.Mo
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     connection = TorchConnection("gloo", timeout_s=0.5)  # nobody else comes
     with pytest.raises(ConnectionError) as caught:
-        connection.join(meeting(connection.open_endpoint("127.0.0.1", 0), 1), World(0, 2))
+        connection.join(meeting(connection.open_endpoint("127.0.0.1"), 1), World(0, 2))
     assert connection.is_connection_error(caught.value)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
     connection.leave()

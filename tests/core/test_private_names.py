@@ -430,7 +430,7 @@ def test_horovod_trains_nothing_without(name: str, monkeypatch: pytest.MonkeyPat
     if name == "_execution_engine":
         monkeypatch.delattr(torch.autograd.Variable, name)
     connection = HorovodConnection()
-    connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1))
+    connection.join(meeting(connection.open_endpoint("127.0.0.1")), World(0, 1))
     try:
         with gone(name, "horovod" if name == "_handles" else "torch"):
             parallel = HorovodParallel(world_size=1)

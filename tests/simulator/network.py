@@ -152,7 +152,7 @@ class SimConnection(Connection):
 
     def load(self) -> None: ...
 
-    def open_endpoint(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str) -> int:
         self.leave()
         self._port = self._network.port()
         return self._port

@@ -295,9 +295,9 @@ class Process:
         yield self.host.work_s()
         return self.info
 
-    def _open_endpoint(self, host: str, rank: int) -> Task:
+    def _open_endpoint(self, host: str) -> Task:
         yield from self._point("open")
-        return self.connection.open_endpoint(host, rank)
+        return self.connection.open_endpoint(host)
 
     def _build(self, world: World, rendezvous: Rendezvous, make_replica: Any, capture: bool) -> Task:
         self.world, self.replica = world, None
@@ -315,7 +315,7 @@ class Process:
         yield self.host.work_s()
         if make_replica is None:
             return WorkerAnswer(self.info)
-        alone = Rendezvous(((LOOPBACK, self.connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
+        alone = Rendezvous(((LOOPBACK, self.connection.open_endpoint(LOOPBACK)),), on_one_node=True)
         yield from self.connection.joining(alone, World(rank=0, size=1), even_alone=True)
         self.replica = self.host.make_replica(world, self.connection, str(self.pid))
         self.replica.setup()
@@ -331,7 +331,7 @@ class Process:
         self.host.check_left(self.replica)
         progress = self.replica.replica_progress()
         self.replica.leave_group()
-        return progress, self.connection.open_endpoint(host, 0)
+        return progress, self.connection.open_endpoint(host)
 
     def _regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Task:
         self.world = world

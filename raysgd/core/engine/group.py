@@ -186,9 +186,7 @@ class WorkerGroup:
             addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
         self._has_listened |= bool(opening)
-        calls = {
-            rank: self.workers[rank].submit(WorkerProcess.open_endpoint, host, rank) for rank, host in opening.items()
-        }
+        calls = {rank: self.workers[rank].submit(WorkerProcess.open_endpoint, host) for rank, host in opening.items()}
         opened = self._gather(calls, on_wait)
         if not opened.ok:  # a rank cannot listen, so do not let any rank join
             failed = {outcome.rank: outcome for outcome in opened.outcomes if outcome.failure is not None}
@@ -511,9 +509,8 @@ class WorkerGroup:
     def tear_down(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Make the survivors leave their group. Return a report with each survivor's progress.
 
-        If their connections allow it, the survivors also start to listen for the ranks of the next group, which saves a
-        round trip later. The ports can be used only if the next group listens at the same host addresses, for example
-        if no other worker joins.
+        The survivors also start to listen for the ranks of the next group, which saves a round trip later. The ports
+        can be used only if the next group listens at the same host addresses, for example if no other worker joins.
 
         Args:
             survivors: The ranks that leave.
@@ -523,7 +520,7 @@ class WorkerGroup:
         calls = {rank: self.workers[rank].submit(WorkerProcess.leave_group, host) for rank, host in hosts.items()}
         report = self._gather(calls, on_wait)
         ports = {each.rank: each.value[1] for each in report.outcomes if isinstance(each, Answered)}
-        self._listening = {self.workers[rank]: (hosts[rank], port) for rank, port in ports.items() if port is not None}
+        self._listening = {self.workers[rank]: (hosts[rank], port) for rank, port in ports.items()}
         return GroupReport(
             tuple(replace(o, value=o.value[0]) if isinstance(o, Answered) else o for o in report.outcomes)
         )

@@ -215,7 +215,7 @@ class WorkerProcess:
         return self.describe()
 
     @_guarded
-    def open_endpoint(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str) -> int:
         """Leave the current group, if any, and listen for the ranks of the next group.
 
         Return the number of the endpoint, which contains the port. See `Connection.open_endpoint`.
@@ -223,7 +223,7 @@ class WorkerProcess:
         # Also leave the single-rank group in which a standby worker was prepared, and a group that could not be formed.
         if self._replica is not None or self._world.size:
             self._connection.leave()
-        return self._connection.open_endpoint(host, rank)
+        return self._connection.open_endpoint(host)
 
     @_guarded
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
@@ -265,7 +265,7 @@ class WorkerProcess:
         """
         info = self._prepare(hook)
         if make_replica is not None:
-            alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
+            alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK)),), on_one_node=True)
             self._connection.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
             self._replica = replica
@@ -276,17 +276,16 @@ class WorkerProcess:
         return WorkerAnswer(info, notes=log_lines.drain())
 
     @_guarded
-    def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:
+    def leave_group(self, host: str) -> tuple[ReplicaProgress, int]:
         """Leave the group, even if it is broken, and listen at `host` for the ranks of the next group.
 
         Returns:
-            The replica's progress, and the number of the endpoint as `open_endpoint` returns it. The number is None if
-            the worker can listen only once its next rank is set.
+            The replica's progress, and the number of the endpoint as `open_endpoint` returns it.
         """
         connection, replica = self._connection, self.replica
         connection.leave_for_another()
         progress: ReplicaProgress = cast(Any, replica).replica_progress()
-        return progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None
+        return progress, connection.open_endpoint(host)
 
     @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:

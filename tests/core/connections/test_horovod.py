@@ -68,7 +68,7 @@ def test_what_the_user_tuned_is_left_alone() -> None:
 
 
 def join_alone(connection: HorovodConnection) -> Any:
-    connection.join(meeting(connection.open_endpoint(HERE, 0)), World(0, 1))
+    connection.join(meeting(connection.open_endpoint(HERE)), World(0, 1))
     return import_horovod()
 
 
@@ -100,7 +100,7 @@ def test_a_horovod_of_the_user_is_refused_with_advice_and_left_alone() -> None:
 @pytest.mark.parametrize("connection", [HorovodConnection(timeout_s=0.3), HorovodConnection(form_timeout_s=0.3)])
 def test_a_rank_that_never_comes_ends_the_wait_with_an_error(connection: HorovodConnection) -> None:
     before = dict(os.environ)
-    rendezvous = meeting(connection.open_endpoint(HERE, 0), 1)
+    rendezvous = meeting(connection.open_endpoint(HERE), 1)
     with pytest.raises(ConnectFailed, match="another rank failed, or was too slow") as caught:
         connection.join(rendezvous, World(0, 2))
     assert connection.is_connection_error(caught.value)
@@ -110,7 +110,7 @@ def test_a_rank_that_never_comes_ends_the_wait_with_an_error(connection: Horovod
 
 def test_an_interruption_ends_the_wait_at_once() -> None:
     connection = HorovodConnection()
-    rendezvous = meeting(connection.open_endpoint(HERE, 0), 1)
+    rendezvous = meeting(connection.open_endpoint(HERE), 1)
     connection.interrupt()
     with pytest.raises(ConnectFailed, match="another rank failed, or was too slow") as caught:
         connection.join(rendezvous, World(0, 2))
@@ -120,7 +120,7 @@ def test_an_interruption_ends_the_wait_at_once() -> None:
 
 def test_a_meeting_point_that_is_gone_is_a_broken_connection() -> None:
     first, second = HorovodConnection(), HorovodConnection()
-    rendezvous = meeting(*(connection.open_endpoint(HERE, rank) for rank, connection in enumerate((first, second))))
+    rendezvous = meeting(*(connection.open_endpoint(HERE) for connection in (first, second)))
     first.leave()
     with pytest.raises(ConnectFailed, match=r"rank 1 could not connect to the others: .*refused"):
         second.join(rendezvous, World(1, 2))
@@ -225,7 +225,7 @@ from raysgd.core.engine.shared.types import Rendezvous, World
 
 
 def start(connection, size):
-    port = connection.open_endpoint("127.0.0.1", 0)
+    port = connection.open_endpoint("127.0.0.1")
     connection.join(Rendezvous((("127.0.0.1", port),), True), World(0, size, 0, size))
 
 

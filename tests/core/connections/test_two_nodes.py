@@ -66,7 +66,7 @@ def _serve(node: Node, pipe: Pipe) -> None:
 
 def open_endpoint(connection: TorchConnection, host: str) -> tuple[str, int]:
     connection.leave_for_another()
-    return host, connection.open_endpoint(host, 0)
+    return host, connection.open_endpoint(host)
 
 
 def gradient(connection: TorchConnection, place: Rendezvous, world: World) -> tuple[str, float]:

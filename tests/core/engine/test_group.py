@@ -35,7 +35,7 @@ from tests.helpers.fakes import CountingReplica, FakeClock, NullConnection, fail
 class Listens(NullConnection):
     """Can open no endpoint."""
 
-    def open_endpoint(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str) -> int:
         raise OSError("no port was free")
 
 

@@ -31,8 +31,8 @@ class Diary(NullConnection):
     def load(self) -> None:
         self.steps.append("load")
 
-    def open_endpoint(self, host: str, rank: int) -> int:
-        self.steps.append(f"open {host} as {rank}")
+    def open_endpoint(self, host: str) -> int:
+        self.steps.append(f"open {host}")
         return 7
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
@@ -64,7 +64,7 @@ SECOND = World(rank=1, size=3)
 def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_group_of_its_own() -> None:
     worker, diary = hosted()
     ready = worker.prepare_standby(lambda: diary.steps.append("hook"), SECOND, SteppingReplica)
-    assert diary.steps == ["hook", "load", "open 127.0.0.1 as 0", "join 127.0.0.1:7 as 0 of 1, True"]
+    assert diary.steps == ["hook", "load", "open 127.0.0.1", "join 127.0.0.1:7 as 0 of 1, True"]
     assert ready.value.pid == os.getpid()
     replica = worker.replica
     assert isinstance(replica, SteppingReplica)
@@ -75,7 +75,7 @@ def test_a_worker_whose_replica_is_made_in_its_group_only_loads_before() -> None
     worker, diary = hosted()
     ready = worker.prepare_standby(lambda: diary.steps.append("hook"), SECOND, None)
     assert (diary.steps, ready.value.pid) == (["hook", "load"], os.getpid())
-    assert worker.open_endpoint("10.0.0.1", 1) == 7
+    assert worker.open_endpoint("10.0.0.1") == 7
     assert worker.build(SECOND, MEETING, SteppingReplica, capture=False).value == "rank 1 of 3"
 
 
@@ -86,7 +86,7 @@ def test_a_replica_is_let_go_with_all_it_holds_before_another_one_is_made_in_its
     gone = weakref.ref(replica)
     del replica
     worker.leave_group("10.0.0.1")
-    worker.open_endpoint("10.0.0.1", 0)
+    worker.open_endpoint("10.0.0.1")
 
     def make(world: World) -> SteppingReplica:
         assert gone() is None
@@ -109,32 +109,23 @@ def test_a_hook_that_fails_there_is_told_like_any_other() -> None:
 def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is() -> None:
     worker, diary = hosted(SECOND)
     worker.on_replica(walk, False, None, 4)
-    assert worker.leave_group("10.0.0.1") == (worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
+    assert worker.leave_group("10.0.0.1") == (worker.replica.replica_progress(), 7)  # type: ignore[attr-defined]
     assert worker.leave_group("10.0.0.1")[0].position == 5
-    assert diary.steps == ["leave", "leave"], "it cannot listen without its rank"
-
-
-def test_a_survivor_listens_for_the_next_group_at_once_where_that_takes_no_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    worker, diary = hosted(SECOND)
-    monkeypatch.setattr(Diary, "opens_for_any_rank", True)
-    assert worker.leave_group("10.0.0.1")[1] == 7
-    assert diary.steps == ["leave", "open 10.0.0.1 as 0"]
+    assert diary.steps == ["leave", "open 10.0.0.1"] * 2, "it listens for the next group at once"
 
 
 def test_whoever_joins_a_new_group_has_left_its_own_one_and_listens_before() -> None:
     worker, diary = hosted(SECOND)
-    assert worker.open_endpoint("10.0.0.1", 1) == 7
+    assert worker.open_endpoint("10.0.0.1") == 7
     facts = worker.regroup(World(rank=1, size=2), MEETING, StateHandover())
-    assert diary.steps == ["leave", "open 10.0.0.1 as 1", "join 10.0.0.1:7 as 1 of 2, True"]
+    assert diary.steps == ["leave", "open 10.0.0.1", "join 10.0.0.1:7 as 1 of 2, True"]
     assert facts == "rank 1 of 2"
 
 
 def test_a_worker_that_was_in_no_group_yet_has_none_to_leave() -> None:
     worker, diary = hosted()
-    worker.open_endpoint("127.0.0.1", 0)
-    assert diary.steps == ["open 127.0.0.1 as 0"]
+    worker.open_endpoint("127.0.0.1")
+    assert diary.steps == ["open 127.0.0.1"]
 
 
 def test_a_new_group_that_breaks_while_it_is_formed_is_a_lost_connection_and_frees_the_others() -> None:

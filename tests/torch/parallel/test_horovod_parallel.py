@@ -31,7 +31,7 @@ from tests.torch.operators_for_tests import LinearOperator, equal
 def parallel() -> Iterator[HorovodParallel]:
     """In a process in which Horovod runs, alone."""
     connection = HorovodConnection()
-    connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1))
+    connection.join(meeting(connection.open_endpoint("127.0.0.1")), World(0, 1))
     yield HorovodParallel(world_size=1)
     connection.leave()
 

@@ -206,11 +206,7 @@ class ListeningConnection(Connection):
         self._parts: list[Mesh | Board] = []
         self._is_interrupted = False
 
-    @property
-    def opens_for_any_rank(self) -> bool:
-        return True
-
-    def open_endpoint(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str) -> int:
         self._endpoint = Endpoint(host)
         return self._endpoint.port
 

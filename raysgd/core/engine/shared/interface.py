@@ -278,21 +278,14 @@ class Connection(ABC):
             gpu_ids: IDs of the reserved GPUs.
         """
 
-    @property
-    def opens_for_any_rank(self) -> bool:
-        """True if `open_endpoint` does not depend on the rank and may be called before the rank is known."""
-        return False
-
     @abstractmethod
-    def open_endpoint(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str) -> int:
         """Start listening for the other ranks of the next group, and return the endpoint's number.
 
-        The number contains the port, and may have further bits: see `PORT_BITS`. A rank to which no other rank connects
-        need not listen, and returns any number.
+        The number contains the port, and may have further bits: see `PORT_BITS`. The worker may not have a rank yet.
 
         Args:
             host: Address of this machine to listen on. Only ranks that can reach this address can connect.
-            rank: This worker's rank in the next group. May be any number if `opens_for_any_rank` is True.
         """
 
     @abstractmethod
@@ -346,7 +339,7 @@ class NoConnection(Connection):
     def load(self) -> None:
         """Do nothing: there is no framework to import."""
 
-    def open_endpoint(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str) -> int:
         return 0
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
