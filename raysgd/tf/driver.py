@@ -207,7 +207,9 @@ class TFFramework(Framework):
         growth = GROWTH if group.num_gpus_per_worker < 1 else {}
         log_level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")
         variables = {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": log_level, **growth}
-        self.connection = TensorFlowConnection(variables, group.timeout_s, group.recovery.form_timeout_s)
+        self.connection = TensorFlowConnection(
+            variables, timeout_s=group.timeout_s, form_timeout_s=group.recovery.form_timeout_s
+        )
         self.reservation_timeout_s = float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))
 
     def to_send(self, settings: TFSettings) -> TFSettings:
