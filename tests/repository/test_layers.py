@@ -139,7 +139,7 @@ INSIDE = {
         "trainer",
     ),
     "trainer.worker": (
-        "feed ledger rank_rows",
+        "feed ledger",
         "replica_state step_loop",
         "worker_callbacks",
         "operator",

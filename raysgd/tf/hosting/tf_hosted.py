@@ -31,7 +31,7 @@ from raysgd.trainer.messages.epochs import EpochRequest, RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.worker import hosted
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.operator import check_is_set_up, is_stock, take_rank
+from raysgd.trainer.worker.operator import check_is_set_up, is_stock
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 from raysgd.utils import BATCH_SIZE
 
@@ -179,7 +179,7 @@ class TFHostedOperator(hosted.HostedOperator):
         self.synchronizer.regroup(world)
         # Discard the sample counts. A new rank has none, and the ranks' values are compared.
         self.synchronizer.exchanges.forget_call()
-        take_rank(self.operator, world)
+        self.operator._raysgd.take_rank(self.operator, world)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         self.synchronizer.group.send(state, takers)
@@ -228,11 +228,11 @@ class TFHostedOperator(hosted.HostedOperator):
 
         The generators of TensorFlow and of tf_keras layers are left as they are.
         """
-        own, drawn = self.state.own(), random_states()
+        drawn = random_states()
         try:
-            yield
+            with super().giving_back_random_numbers():
+                yield
         finally:
-            self.state.restore_own(own)
             restore_random_states(drawn)
 
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:

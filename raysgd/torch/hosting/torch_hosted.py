@@ -42,7 +42,7 @@ from raysgd.trainer.messages.epochs import RunnerFacts, bind_batch_info
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
-from raysgd.trainer.worker.operator import check_is_set_up, take_rank
+from raysgd.trainer.worker.operator import check_is_set_up
 from raysgd.trainer.worker.step_loop import StepParts, StepRules
 from raysgd.utils import BATCH_SIZE
 
@@ -245,7 +245,7 @@ class TorchHostedOperator(HostedOperator):
         if now is not None:
             config[BATCH_SIZE] = now
         self._part_ways()
-        take_rank(self.operator, world)
+        self.operator._raysgd.take_rank(self.operator, world)
         self.feed.take_rank(world.rank, world.size, now, before)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -313,14 +313,6 @@ class TorchHostedOperator(HostedOperator):
         if remade is not None:
             left_out_of = remade.added_to(left_out_of)
         return sums_of(models, chosen, left_out_of, self.settings.batch_options.deterministic)
-
-    @contextmanager
-    def giving_back_random_numbers(self) -> Iterator[None]:
-        drawn = rng.capture()
-        try:
-            yield
-        finally:
-            rng.restore(drawn)
 
     @contextmanager
     def inside_epoch(self) -> Iterator[None]:

@@ -31,8 +31,8 @@ from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.comparison import JointWork
 from raysgd.trainer.worker.operator import is_stock
-from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts, StepRules
+from raysgd.trainer.worker.training_call import RowExchange
 
 logger = logging.getLogger(__name__)
 

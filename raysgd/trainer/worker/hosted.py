@@ -10,7 +10,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -189,13 +189,18 @@ class HostedOperator(ABC):
     def weight_sums(self) -> WeightSums | None:
         """Return checksums of the weights that must be equal on all ranks. Return None if no weights must be equal."""
 
-    @abstractmethod
-    def giving_back_random_numbers(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores the states of random number generators when its block ends.
+    @contextmanager
+    def giving_back_random_numbers(self) -> Iterator[None]:
+        """Restore the states of this rank's random number generators when the block ends.
 
         After the block, these generators continue as if no random numbers had been drawn in it. Subclasses document
         which generators they leave out.
         """
+        drawn = self.state.own()
+        try:
+            yield
+        finally:
+            self.state.restore_own(drawn)
 
     def inside_epoch(self) -> AbstractContextManager[None]:
         """Return the context manager in which to validate in the middle of an epoch.

@@ -144,9 +144,10 @@ class Internals:
         use_gpu: bool = self.context.settings.use_gpu
         return use_gpu
 
-    def take_rank(self, world: World) -> None:
+    def take_rank(self, operator: BaseOperator, world: World) -> None:
         """Store the worker's rank in a new group, and the number of workers there."""
         self.context = replace(self.context, world=world)
+        operator.world_size = world.size
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
         """Adapt objects such as optimizers to changed entries of the config. The base class does nothing.
@@ -472,12 +473,6 @@ def around_batches(operator: Any, name: str, after: Callable[[Any], Any] | None 
             setattr(operator, name, method)  # the user had set this method on the instance
         else:
             delattr(operator, name)
-
-
-def take_rank(operator: BaseOperator, world: World) -> None:
-    """Store the worker's rank in a new group, and the number of workers there, in the operator."""
-    operator._raysgd.take_rank(world)
-    operator.world_size = world.size
 
 
 def made_by_hand(operator_cls: type[Any]) -> TypeError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raysgd.torch.parallel.ordered import LogicalShards
+from raysgd.torch.parallel.ordered import OrderedSync
+from raysgd.trainer.worker.step_loop import StepRules
 
 
 def parameters_with(*gradients: torch.Tensor | None) -> list[torch.Tensor]:
@@ -17,9 +18,15 @@ def parameters_with(*gradients: torch.Tensor | None) -> list[torch.Tensor]:
     return parameters
 
 
+def with_shards(number: int) -> OrderedSync:
+    sync = OrderedSync()
+    sync.begin_leg([], may_run_backward=False, rules=StepRules(num_shards=number))
+    return sync
+
+
 def test_the_sum_is_that_of_the_shards_in_their_order() -> None:
     gradients = [torch.randn(2, 3) * 10.0**power for power in (0, 6, -3, 2)]
-    shards = LogicalShards(4, rank=0, world_size=1)
+    shards = with_shards(4)
     parameters = parameters_with(None)
     for index, gradient in enumerate(gradients):
         shards.begin_shard(index == 0, seed=index)
@@ -32,7 +39,7 @@ def test_the_sum_is_that_of_the_shards_in_their_order() -> None:
 
 
 def test_a_parameter_without_a_gradient_in_all_shards_has_none() -> None:
-    shards = LogicalShards(2, rank=0, world_size=1)
+    shards = with_shards(2)
     for index in range(2):
         shards.begin_shard(index == 0, seed=index)
         parameters = parameters_with(torch.ones(2, 3), None, torch.ones(2, 3) if index else None)
@@ -43,6 +50,6 @@ def test_a_parameter_without_a_gradient_in_all_shards_has_none() -> None:
 
 
 def test_complex_parameters_are_refused() -> None:
-    shards = LogicalShards(2, rank=0, world_size=1)
+    shards = with_shards(2)
     with pytest.raises(ValueError, match=r"does not work with complex parameters: .*`torch\.view_as_real`"):
         shards.keep([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])

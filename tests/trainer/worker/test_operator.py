@@ -18,7 +18,6 @@ from raysgd.trainer.worker.operator import (
     RegisteredParts,
     is_stock,
     required,
-    take_rank,
 )
 
 
@@ -81,7 +80,7 @@ def test_attributes_of_the_user_never_reach_the_internals() -> None:
 
 def test_an_operator_goes_on_at_another_place() -> None:
     operator = make()
-    take_rank(operator, World(rank=0, size=2, local_rank=1))
+    operator._raysgd.take_rank(operator, World(rank=0, size=2, local_rank=1))
     assert (operator.world_rank, operator.local_rank, operator.world_size) == (0, 1, 2)
 
 

@@ -1,4 +1,7 @@
-"""What ranks tell each other in each step; the ranks are threads with real connections."""
+"""What ranks tell each other in each step; the ranks are threads with real connections.
+
+Covers `raysgd.trainer.worker.training_call`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
-from raysgd.trainer.worker.rank_rows import RankRows, RowExchange
+from raysgd.trainer.worker.training_call import RankRows, RowExchange
 from tests.core.connections.ranks import groups_of
 from tests.core.connections.test_group import on_all
 
