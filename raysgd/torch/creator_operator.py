@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from raysgd.core.arguments import check_creator
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.trainer.worker.operator import class_of_creators
+from raysgd.trainer.worker.operator import BaseOperator
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +152,8 @@ def make_operator(
 ) -> type[CreatorOperator]:
     """Return an operator class that calls creator functions and inherits the methods of `own`.
 
+    If the user's class has its own `setup`, it runs after the creator functions.
+
     Args:
         own: Class on which the user called `from_creators`.
         creators: Creator functions by argument name, such as `model_creator`; None for each creator that the user
@@ -170,4 +172,13 @@ def make_operator(
         f"_{name}": staticmethod(creator) if creator else None for name, creator in creators.items()
     }
     members["_serialize_data_creation"] = serialize_data_creation
-    return class_of_creators(own, CreatorOperator, members)
+    if issubclass(CreatorOperator, own):
+        return type("CustomCreatorOperator", (CreatorOperator,), members)
+
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        CreatorOperator.setup(self, config)
+        if own.setup is not BaseOperator.setup:
+            own.setup(self, config)
+
+    members |= {"setup": setup, "__module__": own.__module__}
+    return type(own.__name__, (own, CreatorOperator), members)

@@ -44,7 +44,7 @@ from raysgd.torch.data import sampling
 from raysgd.torch.objects import criteria, hyperparameters, loading, metric_objects, models, remade
 from raysgd.torch.parallel import strategy, undo
 from raysgd.torch.parallel.horovod_parallel import HorovodParallel
-from raysgd.torch.parallel.undo import StepRecord
+from raysgd.torch.parallel.undo import OpenStep
 from raysgd.torch.step import advice
 from raysgd.train._torch import global_steps
 from raysgd.train.fit import fit_session
@@ -271,7 +271,7 @@ def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypa
 
     def take_step() -> bool:
         steps.open_call()
-        record = StepRecord()
+        record = OpenStep()
         record.note_saved(steps.save(nullcontext()))
         record.note_step(optimizer, steps.is_learning)
         steps.see_return(record)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from raysgd.core.arrays.user_data import BatchForm
+from raysgd.core.connections.group import Gather
 from raysgd.core.connections.torch import mesh_group
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
@@ -255,16 +255,13 @@ class TorchHostedOperator(HostedOperator):
         return handover.receive(source, takers, self.operator.device)
 
     @property
-    def exchanges_rows(self) -> bool:
-        return self.parallel.sync.shares_metrics and mesh_group() is not None
-
-    def names_of_all(self) -> Collection[str] | None:
-        if not self.world.is_distributed:
-            return {self.name}
-        group = mesh_group()
-        if group is None:
+    def gather(self) -> Gather | None:
+        if not self.parallel.sync.shares_metrics:
             return None
-        return {row.tobytes().decode() for row in group.gather(np.frombuffer(self.name.encode(), np.uint8))}
+        if not self.world.is_distributed:  # a rank alone keeps its own metrics, because others may join later
+            return lambda row: [row]
+        group = mesh_group()
+        return None if group is None else group.gather
 
     def finish_regroup(self) -> None:
         self.parallel.reform()

@@ -14,7 +14,7 @@ from raysgd.core.arguments import is_integer
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections._origins import with_causes
 from raysgd.core.connections.mesh.mesh import NotAligned
-from raysgd.core.connections.torch import is_connection_error, mesh_group
+from raysgd.core.connections.torch import is_connection_error
 from raysgd.core.engine.shared.types import StepLacksMemory, World
 from raysgd.core.memory import ran_out
 from raysgd.core.text.tracebacks import defined_at
@@ -183,14 +183,12 @@ class TorchParts(StepParts):
     def training(self, hosted: Any, call: Any, loop: StepLoop) -> Iterator[None]:
         hosted.has_trained = True
         hosted.leave_evaluation()
-        internals, sync, source, share = self._internals, self._sync, loop.cursor.source, None
+        internals, source, share, gather = self._internals, loop.cursor.source, None, hosted.gather
         is_divided, may_continue = self._feed.is_divided(loop.cursor), hosted.epoch_obstacle is None
         is_distributed = hosted.world.is_distributed
-        group = mesh_group() if sync.shares_metrics and is_distributed else None
         # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
-        # rank's metrics. A rank alone keeps its row, because others may join later.
-        if sync.shares_metrics and may_continue and is_divided and (group is not None or not is_distributed):
-            gather = (lambda row: [row]) if group is None else group.gather
+        # rank's metrics.
+        if gather is not None and may_continue and is_divided:
             share = partial(call.share_metrics, RowExchange(hosted.name, gather))
         leg = self.begin_leg(call.progress.epoch_idx, source, ledger=hosted.ledger, share=share)
         if leg.rules.weighs and is_plain(self._operator, "train_epoch", "train_batch", "forward", "backward"):
@@ -215,7 +213,7 @@ class TorchParts(StepParts):
                 yield
             leg.check_counted()
         finally:
-            sync.end_leg()
+            self._sync.end_leg()
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None, **options: Any) -> Leg:
         """Create the `Leg` for a call, or for the rest of a call after the worker group has changed.

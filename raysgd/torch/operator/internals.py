@@ -35,7 +35,7 @@ from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.operator.trained_parts import Noted, TrainedParts
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
-from raysgd.torch.parallel.undo import StepRecord, Undo
+from raysgd.torch.parallel.undo import OpenStep, Undo
 from raysgd.torch.step.gradients import Gradients
 from raysgd.trainer.messages.prediction import HAS_TARGET
 from raysgd.trainer.worker.operator import Internals, required
@@ -228,7 +228,7 @@ class TorchInternals(Internals):
         others, callbacks = [*registered.schedulers, *precision], self.callbacks
         undo = Undo(registered.trained, registered.optimizers, others, lambda: callbacks.followers, mode="all")
         undo.open_call()
-        record = StepRecord()
+        record = OpenStep()
         record.note_saved(undo.save(nullcontext()))
         if record.saved is None or not record.saved.copied_all:
             raise ValueError("`Guard(rewind=...)` cannot copy the training state, as the log says: omit `rewind`.")

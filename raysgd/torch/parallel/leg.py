@@ -48,7 +48,7 @@ from raysgd.core.connections.group import Gather
 from raysgd.core.numbers.meters import as_weight
 from raysgd.core.numbers.timing import UNDO
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
-from raysgd.torch.parallel.undo import FlightRecorder, StepRecord, Undo
+from raysgd.torch.parallel.undo import FlightRecorder, OpenStep, Undo
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.step_loop import StepRules
 
@@ -124,7 +124,7 @@ class Accumulation:
         own: Sum of what this rank's batches count.
         num_batches: Number of batches so far.
         last: Sequence number and weight of the latest batch.
-        is_averaged: True if the latest batch ends the step. Its backward pass then averages the gradients over the
+        ends_step: True if the latest batch ends the step. Its backward pass then averages the gradients over the
             ranks. False if their all-reduce may still be deferred.
         is_of_criterion: True if the items come from the criterion, False if they come from user code.
         is_complete: True if the summed gradients were made the step's mean.
@@ -136,7 +136,7 @@ class Accumulation:
     own: float = 0.0
     num_batches: int = 0
     last: tuple[int, float | None] | None = None
-    is_averaged: bool = True
+    ends_step: bool = True
     is_of_criterion: bool = False
     is_complete: bool = False
     seen: list[tuple[int, int]] | None = None
@@ -259,7 +259,7 @@ class Leg:
         rules: StepRules = StepRules(),
         *,
         undo: Undo | None = None,
-        record: StepRecord | None = None,
+        record: OpenStep | None = None,
         flight_recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
         sync: Any = None,
@@ -268,7 +268,7 @@ class Leg:
         self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
         self.sync, self._share = sync, share
         self.batch = BatchRecord()
-        self.record = StepRecord() if record is None else record
+        self.record = OpenStep() if record is None else record
         self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = self.has_clipped = False
         self.scale, self.items_per_sample = UNSCALED, 1.0
@@ -333,9 +333,9 @@ class Leg:
         self.batch.waits = self.batch.is_by_samples = self.batch.uncounted = False
         self.batch.forget_items()
 
-    def renew_record(self) -> StepRecord:
+    def renew_record(self) -> OpenStep:
         """Let a new record begin: the step was committed or undone, or another state was loaded. Return the former."""
-        record, self.record = self.record, StepRecord(self.record.error)
+        record, self.record = self.record, OpenStep(self.record.error)
         return record
 
     def note_all_reduce(self, name: str | None = None) -> None:
@@ -648,7 +648,7 @@ class Leg:
             usual = self.usual_items(num_ranks) if total is None else total / num_ranks
             self.accumulation = Accumulation(weight is not None, self.rules.num_batches * usual or 1.0)
         added = self.accumulation
-        added.is_averaged, added.is_of_criterion = plan.sync_gradients, is_of_criterion
+        added.ends_step, added.is_of_criterion = plan.sync_gradients, is_of_criterion
         if added.is_weighted != (weight is not None):
             raise ValueError(
                 f"`self.backward` was called with `weight=` for some of the {self.rules.num_batches} batches of an "
@@ -697,7 +697,7 @@ class Leg:
             return True
         self.check_unchanged(parameters)
         added.is_complete = True
-        if not added.is_averaged:
+        if not added.ends_step:
             sync.average(parameters)
         total, num_ranks = added.num_samples, sync.num_ranks
         if added.is_weighted:

@@ -94,7 +94,7 @@ class OrderedSync(GradientSync):
             with leg.record.noting_lost_connections():
                 leg.send_rows()
                 self.add_up(parameters)
-            leg.record.note_averaged()
+            leg.record.note_outcome()
 
     def keep(self, parameters: Sequence[torch.Tensor]) -> None:
         """Store the parameters' current gradients as the gradient of the current shard."""

@@ -38,7 +38,7 @@ from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.tensors import all_sum, reachable, repeat_first
-from raysgd.torch.parallel.undo import FlightRecorder, StepRecord
+from raysgd.torch.parallel.undo import FlightRecorder, OpenStep
 from raysgd.trainer.worker.step_loop import StepRules
 
 Pass = AbstractContextManager[Any]  # wraps a backward pass
@@ -76,7 +76,7 @@ class GradientSync:
         self.left_out: list[torch.nn.Module] = []
         self.models: Sequence[torch.nn.Module] = ()
         self.defers = self._checks_connections = False
-        self._set_leg(record=StepRecord())
+        self._set_leg(record=OpenStep())
 
     def join_group(self) -> None:
         """Forget the former worker group, because this process has joined another one."""
@@ -326,7 +326,7 @@ class DDPSync(GradientSync):
             if not (is_last and leg.send_rows(add_up)):
                 add_up()
         if is_last:
-            leg.record.note_averaged()
+            leg.record.note_outcome()
         return completed(gradients.div_(float(group.size) if items is None else items.divisor))
 
     # ------------------------------------------------------------------------------------ after a backward pass
@@ -426,7 +426,7 @@ def _tracked(future: Any, leg: Leg, is_last: bool) -> Any:
     """
     record, ledger = leg.record, leg.ledger
     if is_last:
-        record.note_averaged()
+        record.note_outcome()
     # The last all-reduce starts when the backward pass has computed all gradients. From then on, this rank only waits,
     # so this time is measured as communication.
     is_awaited = is_last and ledger.begin_exchange()

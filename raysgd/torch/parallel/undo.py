@@ -1,8 +1,8 @@
 """Undoes a step that a failure interrupted: copies the state that a step may change, and restores it afterwards.
 
-What has happened in the running step is in its `StepRecord`. A step is committed when the training code asks for the
-next batch, or ends. From then on, it is never undone, and a new `StepRecord` begins. The record of an interrupted step
-remains until the step is undone.
+What has happened in the running step is in its `OpenStep`. A step is committed when the training code asks for the
+next batch, or ends. From then on, it is never undone, and a new `OpenStep` begins. That of an interrupted step remains
+until the step is undone.
 
 A lost worker breaks the other ranks' gradient all-reduce in the middle of their batch. By then, the default training
 code has changed only the models' buffers, because its only all-reduce comes before its only optimizer step. Custom
@@ -64,7 +64,7 @@ class Saved:
         self.restore: list[Callable[[], object]] = []
 
 
-class StepRecord:
+class OpenStep:
     """A record of what has happened on this rank since the last commit.
 
     Args:
@@ -76,7 +76,7 @@ class StepRecord:
         saved: The state from before the step; None if no batch has begun since the last commit.
         num_all_reduces: Number of all-reduces of gradients. If the gradients of one backward pass of a model are sent
             in several all-reduces, only the last one counts.
-        is_averaged: True if an all-reduce came through, or still runs and will report a lost connection.
+        has_outcome: True if an all-reduce came through, or still runs and will report a lost connection.
         stepped: IDs of the optimizers that have started to step.
         num_collectives: Number of collectives that had started in PyTorch's default process group when an optimizer
             last started to step. None if no optimizer has stepped, or if the number is not needed.
@@ -85,7 +85,7 @@ class StepRecord:
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
         self.saved: Saved | None = None
-        self.num_all_reduces, self.is_averaged = 0, False
+        self.num_all_reduces, self.has_outcome = 0, False
         self.stepped: set[int] = set()
         self.num_collectives: float | None = None
         self._awaited: float | None = None  # number of collectives that had started before the latest `wait`
@@ -108,9 +108,9 @@ class StepRecord:
         """Record that an all-reduce of the step failed because a connection was lost."""
         self.error = self.error or error
 
-    def note_averaged(self) -> None:
+    def note_outcome(self) -> None:
         """Record that an all-reduce came through, or has started and will report a lost connection."""
-        self.is_averaged = True
+        self.has_outcome = True
 
     def note_step(self, optimizer: Any, counts_collectives: bool = False) -> None:
         """Record that an optimizer starts to step."""
@@ -140,10 +140,10 @@ class StepRecord:
         """
         if self.error is not None:
             raise self.error
-        if not self.is_averaged and is_group_broken():
+        if not self.has_outcome and is_group_broken():
             raise DistNetworkError("the connection to another rank ended, and user code went on with the next batch")
 
-    def in_next_group(self) -> StepRecord:
+    def in_next_group(self) -> OpenStep:
         """Return the same record for the next worker group, which no connection error of this group concerns."""
         record = copy.copy(self)
         record.error = None
@@ -266,11 +266,11 @@ class Undo:
     """Copies the state that a batch on this rank may change, and restores it if a failure interrupts the batch.
 
     With gradient accumulation, a batch here consists of all batches of an optimizer step. A boundary is a point in time
-    between two optimizer steps. What happens in a step is in a `StepRecord`, which the caller keeps.
+    between two optimizer steps. What happens in a step is in a `OpenStep`, which the caller keeps.
 
     Args:
         models: Modules that are trained, without wrappers.
-        optimizers: Optimizers of the modules. Their steps must be in the `StepRecord`.
+        optimizers: Optimizers of the modules. Their steps must be in the `OpenStep`.
         others: Other objects that a batch may change, such as schedulers.
         followers: Function that returns the callbacks' objects, such as averaged weights, that change when an optimizer
             steps.
@@ -311,7 +311,7 @@ class Undo:
         self._keeps_gradients = keeps_gradients
         self.is_told_of_batches = keeps_gradients or mode != "never"
 
-    def waiting_parameters(self, record: StepRecord | None = None) -> list[torch.Tensor]:
+    def waiting_parameters(self, record: OpenStep | None = None) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet.
 
         The list is empty if no later step uses a batch's gradients.
@@ -324,7 +324,7 @@ class Undo:
         optimizers = self._not_stepped if record is None or record.saved is None else self._without_step(record)
         return [each for each in parameters_of(optimizers) if each.grad is not None]
 
-    def _without_step(self, record: StepRecord) -> list[Any]:
+    def _without_step(self, record: OpenStep) -> list[Any]:
         """Return the optimizers that have not stepped since the last boundary."""
         return [each for each in self._optimizers if id(each) not in record.stepped]
 
@@ -442,7 +442,7 @@ class Undo:
                 unknown.__qualname__,
             )
 
-    def see_all_reduce(self, record: StepRecord) -> None:
+    def see_all_reduce(self, record: OpenStep) -> None:
         """Look at the step when a model's gradients are about to be all-reduced.
 
         If it learns, all state is copied before each later batch if this batch may have changed state before the
@@ -455,7 +455,7 @@ class Undo:
         if record.stepped or is_more or (watched.is_first and self._copies.differ(watched.copied)):
             self.copy_all()
 
-    def see_return(self, record: StepRecord) -> None:
+    def see_return(self, record: OpenStep) -> None:
         """When user code has finished a batch, check whether the code started collectives after an optimizer step.
 
         If it did, all state is copied before each later batch. Collectives after `see_return` come from the library.
@@ -464,7 +464,7 @@ class Undo:
         if number is not None and number != _num_collectives():
             self.copy_all()
 
-    def forget(self, record: StepRecord) -> None:
+    def forget(self, record: OpenStep) -> None:
         """Record that a step is complete and can no longer be undone."""
         self._not_stepped = self._without_step(record)
         self.see_return(record)
@@ -485,7 +485,7 @@ class Undo:
 
     # ------------------------------------------------------------------------------------------------- after a failure
 
-    def can_undo(self, record: StepRecord) -> bool:
+    def can_undo(self, record: OpenStep) -> bool:
         """Return True if the state from before the step is unchanged, or if `undo_step` can restore it.
 
         If batches are not repeated, or if no batch has begun since the last boundary, only the optimizers matter. The
@@ -502,7 +502,7 @@ class Undo:
             return False  # as many all-reduces as usual have succeeded, so user code may have changed weights
         return watched.are_unchanged()
 
-    def undo_step(self, record: StepRecord) -> None:
+    def undo_step(self, record: OpenStep) -> None:
         """Restore the state from before the step. Call this only if `can_undo` returns True.
 
         Gradients that the step has computed are discarded. Gradients from before the step are restored, if no optimizer

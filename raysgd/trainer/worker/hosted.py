@@ -14,7 +14,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.core.connections.group import Gather
 from raysgd.core.engine.shared.types import Heartbeat, World
 from raysgd.core.numbers.meters import BATCH_COUNT, MetricSummary, refuse_taken
 from raysgd.core.numbers.timing import TimerCollection
@@ -115,13 +118,15 @@ class HostedOperator(ABC):
         """Called in a new group of workers when all ranks have the same training state."""
 
     @property
-    def exchanges_rows(self) -> bool:
-        """True if the ranks send each other their metrics in each step."""
-        return False
+    def gather(self) -> Gather | None:
+        """The all-gather with which the ranks send each other their metrics in each step. None if they do not."""
+        return None
 
     def names_of_all(self) -> Collection[str] | None:
-        """Return the names of all ranks in the group. Return None if this framework does not gather the names."""
-        return None
+        """Return the names of all ranks in the group. Return None if the ranks do not send each other their metrics."""
+        gather = self.gather
+        names = () if gather is None else gather(np.frombuffer(self.name.encode(), np.uint8))
+        return {name.tobytes().decode() for name in names} or None
 
     def set_timers(self, profile: bool) -> None:
         """If `profile` is True, reset and enable the operator's timers. Otherwise, disable the timers."""

@@ -401,29 +401,6 @@ class BaseOperator:
         return use_gpu
 
 
-def class_of_creators(
-    own: type[BaseOperator], creators_cls: type[BaseOperator], members: Mapping[str, Any]
-) -> type[Any]:
-    """Return an operator class that has the user's methods, and a `setup` that calls the user's creator functions.
-
-    If the user's class has its own `setup`, it runs after the creator functions.
-
-    Args:
-        own: The class whose `from_creators` was called.
-        creators_cls: The operator class that calls the creators.
-        members: The creators, keyed by the attribute names that `creators_cls` uses.
-    """
-    if issubclass(creators_cls, own):
-        return type("CustomCreatorOperator", (creators_cls,), dict(members))
-
-    def setup(self: Any, config: dict[str, Any]) -> None:
-        creators_cls.setup(self, config)
-        if own.setup is not BaseOperator.setup:
-            own.setup(self, config)
-
-    return type(own.__name__, (own, creators_cls), {**members, "setup": setup, "__module__": own.__module__})
-
-
 def is_stock(operator: Any, *names: str, of: type[Any] | None = None) -> bool:
     """Return True if the user overrides none of the named methods, in the operator's class or on the object.
 

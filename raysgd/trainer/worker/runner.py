@@ -477,7 +477,7 @@ class ClassRunner(ABC):
         call = TrainingCall(hosted, self._copies, first)
         call.meters.add_all(own)
         call.take_over(replace(first, others={}, lost=lost))
-        if hosted.exchanges_rows:
+        if hosted.gather is not None:
             shares = [taken_over(everyones, each, size) for each in range(size)]
             call.rows.note(first.num_steps - 1, dict(zip(names, map(self._merged, shares), strict=True)))
         self._training = call

@@ -1,6 +1,6 @@
 """What is registered: how it is checked, prepared, divided, and handed back.
 
-Covers `raysgd.torch.operator.registering_operator`, too.
+Covers the views of `raysgd.torch.training_operator`, too.
 """
 
 from __future__ import annotations

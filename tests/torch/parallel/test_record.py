@@ -16,9 +16,9 @@ import raysgd
 from raysgd.torch.parallel import undo
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.sync import _tracked
-from raysgd.torch.parallel.undo import FlightRecorder, StepRecord
+from raysgd.torch.parallel.undo import FlightRecorder, OpenStep
 
-RECORDED = {name for name in vars(StepRecord()) if name[0] != "_" and name != "error"}
+RECORDED = {name for name in vars(OpenStep()) if name[0] != "_" and name != "error"}
 LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:41803")
 
 
