@@ -58,6 +58,7 @@ class TFHostedOperator(hosted.HostedOperator):
     parts: KerasParts
     state: KerasState
     feed: TFFeed
+    as_array = staticmethod(call_data.plain)
 
     def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
         self._num_workers = settings.num_workers or world.size
@@ -187,9 +188,6 @@ class TFHostedOperator(hosted.HostedOperator):
     def receive(self, source: int, takers: Sequence[int]) -> Any:
         return self.synchronizer.group.receive(source, takers)
 
-    def finish_regroup(self) -> None:
-        """Do nothing. Keras models hold no reference to the group, so nothing needs an update."""
-
     @contextmanager
     def evaluating(self) -> Iterator[KerasParts]:
         synchronizer, internals = self.synchronizer, self.operator._raysgd
@@ -237,9 +235,6 @@ class TFHostedOperator(hosted.HostedOperator):
 
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
         return call_data.batches_to_predict(work)
-
-    def as_array(self, value: Any) -> Any:
-        return call_data.plain(value)
 
 
 def refuse_stateful(models: Iterable[Any]) -> None:
@@ -377,6 +372,8 @@ class KerasParts(StepParts):
         synchronizer, fit = self._synchronizer, self._feed.fit
         with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(hosted.ledger):
             try:
+                if fit is not None:
+                    hosted.ledger.enter(USEFUL)
                 with nullcontext() if fit is None else fit.calling(partial(loop.committed, False)):
                     yield
             finally:
@@ -396,7 +393,6 @@ class FitParts(KerasParts):
     Keras draws the batches itself, so raysgd cannot measure the time spent waiting for data.
     """
 
-    first_bin = USEFUL
     _feed: FitFeed
 
     @property

@@ -79,6 +79,7 @@ class TorchHostedOperator(HostedOperator):
     state: TorchState
     feed: TorchFeed
     parts: TorchParts
+    as_array = staticmethod(call_data.plain)
 
     def __init__(self, settings: TorchSettings, world: World, ledger: Ledger) -> None:
         self._device = _device(settings.use_gpu)
@@ -323,9 +324,6 @@ class TorchHostedOperator(HostedOperator):
 
     def _make_batch(self, arrays: Any, form: BatchForm) -> Any:
         return self.internals.as_batch(arrays, form)
-
-    def as_array(self, value: Any) -> Any:
-        return call_data.plain(value)
 
     def close(self) -> None:
         super().close()

@@ -284,19 +284,16 @@ class TorchState(ReplicaState):
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
             self._load_model(index, model, saved, state)
         if self.criterion is not None:
-            self._load_criterion(self.criterion, state)
+            if state.get(CRITERION) is None:
+                logger.warning("the state has no parameters of the criterion, so they stay unchanged")
+            else:
+                self._load_model(len(registered.original_models), self.criterion, state[CRITERION], state)
         for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             self._parallel.load_optimizer(optimizer, with_own_options(optimizer, saved))
         for scheduler, saved in zip(registered.schedulers, schedulers, strict=False):
             scheduler.load_state_dict(saved)
         if precision_state is not None:
             precision.load_state_dict(precision_state)
-
-    def _load_criterion(self, criterion: Any, state: Mapping[str, Any]) -> None:
-        if state.get(CRITERION) is None:
-            logger.warning("the state has no parameters of the criterion, so they stay unchanged")
-        else:
-            self._load_model(len(self.registered.original_models), criterion, state[CRITERION], state)
 
     def _load_model(self, index: int, model: torch.nn.Module, saved: Any, state: Mapping[str, Any]) -> None:
         remade = self._internals.remade

@@ -48,20 +48,16 @@ def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
         ValueError: The ranks' tensors differ in number or shape. Raised on all ranks.
     """
     present = list(_with_numbers(tensors))
-    _check_shapes(present)
-    repeat_first(present)
-
-
-def _check_shapes(tensors: Sequence[torch.Tensor]) -> None:
-    shapes = [tuple(each.shape) for each in tensors]
+    shapes = [tuple(each.shape) for each in present]
     digest = int.from_bytes(hashlib.sha256(repr(shapes).encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest], device=tensors[0].device if tensors else reachable())
+    extremes = torch.tensor([digest, -digest], device=present[0].device if present else reachable())
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if extremes.sum():
         raise ValueError(
             f"The workers created different models. On this worker, a model has {len(shapes)} parameters and buffers "
-            f"with {sum(each.numel() for each in tensors):,} elements. Create the same model on every worker."
+            f"with {sum(each.numel() for each in present):,} elements. Create the same model on every worker."
         )
+    repeat_first(present)
 
 
 def repeat_first(tensors: Iterable[torch.Tensor]) -> None:

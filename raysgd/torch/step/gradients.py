@@ -147,10 +147,6 @@ class Gradients:
             leg.flight_recorder.note(f"optimizer {number} stepped")
         leg.record.note_step(optimizer, leg.undo is not None and leg.undo.is_learning)
 
-    def _sees(self, optimizer: Any) -> bool:
-        """Return True if `optimizer` has the hooks, so that every one of its steps is noticed."""
-        return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
-
     @property
     def may_miss_clipping(self) -> bool:
         """True if an optimizer does not support hooks, so that user code may step it without clipping."""
@@ -344,7 +340,8 @@ class Gradients:
             ValueError: These gradients were cleared, or the optimizer may already have stepped with them.
         """
         leg = self._sync.leg
-        if not leg.rules.has_several and not self._sees(optimizer):
+        is_watched = tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
+        if not (leg.rules.has_several or is_watched):
             raise ValueError(
                 f"`self.backward` was called again for a batch, and it is unknown whether `{type(optimizer).__name__}` "
                 "has stepped, which is not registered or no `torch.optim.Optimizer`: call `self.optimizer_step()` to "

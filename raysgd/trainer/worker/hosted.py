@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -51,6 +51,7 @@ class HostedOperator(ABC):
         operator: The operator, an instance of the user's class.
         parts: What the framework does at the events of a step.
         state: Reads and restores the training state.
+        as_array: Function that converts a tensor to an array, and returns other values unchanged.
         name: Identifies this rank to other ranks. Unlike its number, the name stays the same in later groups.
         timers: The timers of the operator, which measure only in calls with `profile`.
         has_trained: True if this worker has trained, so that its random number generators have advanced.
@@ -60,6 +61,7 @@ class HostedOperator(ABC):
     operator: Any
     parts: StepParts
     state: ReplicaState
+    as_array: Callable[[Any], Any]
 
     def __init__(self, settings: Any, world: World, feed: DataFeed, ledger: Ledger) -> None:
         self.settings, self.world, self.feed = settings, world, feed
@@ -113,8 +115,7 @@ class HostedOperator(ABC):
             takers: All ranks that receive the state, including this one.
         """
 
-    @abstractmethod
-    def finish_regroup(self) -> None:
+    def finish_regroup(self) -> None:  # noqa: B027 - Keras models hold no reference to the group
         """Called in a new group of workers when all ranks have the same training state."""
 
     @property
@@ -223,10 +224,6 @@ class HostedOperator(ABC):
             work: The batches of this worker, or the row indices of its batches.
             share: The dataset to which row indices refer. None if there is none, or if this worker already has it.
         """
-
-    @abstractmethod
-    def as_array(self, value: Any) -> Any:
-        """Convert a tensor to an array. Return other values unchanged."""
 
     @property
     def group_obstacle(self) -> str | None:

@@ -478,15 +478,14 @@ class ClassRunner(ABC):
         call.meters.add_all(own)
         call.take_over(replace(first, others={}, lost=lost))
         if hosted.gather is not None:
-            shares = [taken_over(everyones, each, size) for each in range(size)]
-            call.rows.note(first.num_steps - 1, dict(zip(names, map(self._merged, shares), strict=True)))
+            rows = {}
+            for each, name in enumerate(names):
+                meters = hosted.operator._raysgd.new_meters()
+                meters.add_all(taken_over(everyones, each, size))
+                rows[name] = meters.summary()
+            call.rows.note(first.num_steps - 1, rows)
         self._training = call
         return call
-
-    def _merged(self, parts: Sequence[MetricSummary]) -> MetricSummary:
-        meters = self._hosted.operator._raysgd.new_meters()
-        meters.add_all(parts)
-        return meters.summary()
 
     # ------------------------------------------------------------------------------------ validation and prediction
 

@@ -19,11 +19,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from raysgd.core.arrays.division import NO_BATCH, BatchPlan, PlannedBatch
 from raysgd.core.numbers.meters import AverageMeterCollection
-from raysgd.core.numbers.timing import OTHER
 from raysgd.trainer.messages.comparison import JointWork
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.feed import DataFeed
@@ -132,9 +131,15 @@ class DataCursor(ABC):
             check()
         while True:
             if self._items is None:
-                if is_one_pass and num_begun:
+                if (is_one_pass and num_begun) or (self._has_one_pass and self._has_begun):
                     return
-                self._items, self._ahead, just_opened = self._open(check), [], True
+                check()
+                if self._to_resume is not None:
+                    (self.pass_index, consumed), self._to_resume = self._to_resume, None
+                else:
+                    self.pass_index, consumed = self._next_pass(), 0
+                self._has_begun, self._num_batches_in_pass = True, 0
+                self._items, self._ahead, just_opened = self._open_source(consumed), [], True
             if not self._ahead:
                 self._ahead.append(next(self._items, None))
             coming = self._ahead[0]  # keep it in `_ahead` until it is yielded: drawing the next one may fail
@@ -149,18 +154,6 @@ class DataCursor(ABC):
             self._ends_pass = self._ahead[0] is None if is_unknown else bool(is_last)
             num_begun += plan.starts_global_batch
             yield batch, plan, self._ends_pass
-
-    def _open(self, check: Callable[[], None]) -> Iterator[PlannedBatch]:
-        if self._has_one_pass and self._has_begun:
-            return iter(())
-        self._has_begun = True
-        check()
-        if self._to_resume is not None:
-            (self.pass_index, consumed), self._to_resume = self._to_resume, None
-        else:
-            self.pass_index, consumed = self._next_pass(), 0
-        self._num_batches_in_pass = 0
-        return self._open_source(consumed)
 
 
 _REDRAW_EVERY_S = 0.1
@@ -240,13 +233,10 @@ class StepParts:
         leg: See the property. None if the subclass finds it.
 
     Attributes:
-        first_bin: Category of time, in the worker's `Ledger`, to which the time before the first batch is assigned. If
-            the user's code reads its data itself, the whole call is assigned to this category.
         has_stock_loop: True if the library's own training loop runs the epoch, not one that the user wrote. The
             library's loop adds the number of samples and the logged metrics to the metrics of each batch itself.
     """
 
-    first_bin: ClassVar[str] = OTHER
     has_stock_loop = False
 
     def __init__(self, feed: DataFeed, leg: Any = None) -> None:

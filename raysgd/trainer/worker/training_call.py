@@ -45,9 +45,7 @@ from raysgd.trainer.worker.step_loop import Batches, StepLoop
 
 logger = logging.getLogger(__name__)
 
-# The start of an encoded row: the number of bytes in the row, the number of values, and the number of bytes of the
-# layout, which follows the values.
-_HEAD = struct.Struct("<IIQ")
+_HEAD = struct.Struct("<I")  # the start of an encoded row: the number of bytes in the row
 _FIRST_CAPACITY = 512
 
 
@@ -155,7 +153,7 @@ class TrainingCall:
             with ExitStack() as stack:
                 self.is_running = True
                 stack.callback(setattr, self, "is_running", False)
-                stack.enter_context(hosted.ledger.call(parts.first_bin))
+                stack.enter_context(hosted.ledger.call())
                 stack.enter_context(parts.training(hosted, self, loop))
                 stack.enter_context(internals.in_call(self.meters, lost))
                 stack.callback(loop.leave_padding)
@@ -387,11 +385,11 @@ class TrainingCall:
     @property
     def _told(self) -> dict[str, MetricSummary]:
         """The metrics of all ranks as of the last completed step, by rank name."""
-        rows = self.rows.as_of(self.num_batches_completed).items()
-        return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
-
-    def _read(self, row: Any) -> MetricSummary:
-        return self.meters.summary_of(row.layout, row.numbers.tolist())
+        read, rows = self.meters.summary_of, self.rows.as_of(self.num_batches_completed).items()
+        return {
+            name: row if isinstance(row, MetricSummary) else read(row.layout, row.numbers.tolist())
+            for name, row in rows
+        }
 
     def keep_lost(self, present: Collection[str] | None, left: Iterable[RunState] = ()) -> None:
         """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
@@ -470,21 +468,16 @@ class RowExchange:
             gather: All-gather function to use instead of the default, for example one that sends other data together
                 with the row. If the rows turn out to be too long for it, they are sent again with the default.
         """
-        own = self._encoded((self.name, layout), numbers)
+        told = None if layout == self._told else (self.name, layout)
+        self._told = layout
+        own = pickle.dumps((told, struct.pack(f"<{len(numbers)}d", *numbers)))
+        own = _HEAD.pack(_HEAD.size + len(own)) + own
         received = self._gathered(own, gather or self.gather)
-        heads = _heads_of(received)
-        while (needed := max(num_bytes for num_bytes, *_ in heads)) > self._capacity:
+        while (needed := max(_HEAD.unpack_from(row.data)[0] for row in received)) > self._capacity:
             # All ranks compute the new capacity from the same rows, so it is the same on all ranks.
             self._capacity = 1 << (needed - 1).bit_length()
             received = self._gathered(own, self.gather)
-            heads = _heads_of(received)
-        return dict(map(self._decoded, itertools.count(), received, heads))
-
-    def _encoded(self, layout: Any, numbers: Sequence[float]) -> bytes:
-        told = b"" if layout == self._told else pickle.dumps(layout)
-        self._told = layout
-        body = struct.pack(f"<{len(numbers)}d", *numbers) + told
-        return _HEAD.pack(_HEAD.size + len(body), len(numbers), len(told)) + body
+        return dict(map(self._decoded, itertools.count(), received))
 
     def _gathered(self, row: bytes, gather: Gather) -> list[Array]:
         room = np.zeros(self._capacity, np.uint8)
@@ -492,17 +485,12 @@ class RowExchange:
         room[: len(fitting)] = np.frombuffer(fitting, np.uint8)
         return gather(room)
 
-    def _decoded(self, rank: int, row: Array, head: tuple[int, int, int]) -> tuple[str, Row]:
-        _, num_numbers, num_bytes = head
-        end = _HEAD.size + 8 * num_numbers
-        if num_bytes:
-            self._layouts[rank] = pickle.loads(row[end : end + num_bytes].data)
+    def _decoded(self, rank: int, row: Array) -> tuple[str, Row]:
+        told, numbers = pickle.loads(row[_HEAD.size :].data)
+        if told is not None:
+            self._layouts[rank] = told
         name, layout = self._layouts[rank]
-        return name, Row(layout, row[_HEAD.size : end].view("<f8"))
-
-
-def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:
-    return [_HEAD.unpack_from(row.data) for row in rows]
+        return name, Row(layout, np.frombuffer(numbers, "<f8"))
 
 
 class RankRows:
