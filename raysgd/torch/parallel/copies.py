@@ -8,7 +8,7 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,13 +78,8 @@ def is_writable(tensor: torch.Tensor) -> bool:
     return all(stride > 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a digest of each tensor, to detect changes later."""
-    return [*map(digest_of, tensors)]
-
-
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a tensor's rows, with its bits read as integers.
+    """Return a digest of a tensor, to detect changes later: the sums of its rows, with its bits read as integers.
 
     Nearly any change of the tensor also changes one of the sums.
     """

@@ -34,7 +34,7 @@ from raysgd.core.connections.torch import is_connection_error, is_group_broken, 
 from raysgd.core.memory import ran_out
 from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
-from raysgd.torch.parallel.copies import ObjectCopies, TensorCopies, digest_of, digests_of, is_writable, kept
+from raysgd.torch.parallel.copies import ObjectCopies, TensorCopies, digest_of, is_writable, kept
 from raysgd.trainer.messages.comparison import JointWork
 
 logger = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class _Watched:
         self.buffers = [(module._buffers, name) for module in modules for name in module._buffers]
         frozen = [each for each in self.parameters if not each.requires_grad] if watches_frozen else []
         self.frozen = [each for each in frozen if id(each) not in unchanging]
-        self.digests = digests_of(self.frozen)
+        self.digests = [*map(digest_of, self.frozen)]
         self.moving: dict[int, torch.nn.Parameter] = {}
         self.copied: Sequence[torch.nn.Parameter] = ()
         self.num_usual = math.inf
@@ -251,7 +251,7 @@ class _Watched:
 
     def end_first(self) -> None:
         """Record which frozen parameters the first batch has changed. Called at the end of the first batch."""
-        before, self.digests = self.digests, digests_of(self.frozen)
+        before, self.digests = self.digests, [*map(digest_of, self.frozen)]
         for each, *digests in zip(self.frozen, before, self.digests, strict=True):
             if not torch.equal(*digests):
                 self.moving[id(each)] = each

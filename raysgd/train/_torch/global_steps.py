@@ -30,7 +30,7 @@ from raysgd.air.session import RunningSession, current_session
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel import handover
-from raysgd.torch.parallel.copies import digests_of
+from raysgd.torch.parallel.copies import digest_of
 from raysgd.torch.parallel.leg import Leg, multiply
 from raysgd.torch.parallel.strategy import DDP
 from raysgd.torch.parallel.sync import COMM_HOOK, completed
@@ -122,7 +122,7 @@ class GlobalSteps:
 
     def _note_stepped(self, *_: Any) -> None:
         if not self._num_usual and self._undo.mode != "all":
-            self._digests = digests_of(self._parameters())
+            self._digests = [*map(digest_of, self._parameters())]
 
     def _counts(self, optimizer: torch.optim.Optimizer, closure: Any) -> bool:
         if closure is None:
@@ -361,7 +361,7 @@ class GlobalSteps:
             self._undo.undo_step(self._leg.record)
             return "failed"
         self._undo.forget(self._leg.record)
-        if self._digests is not None and not all(map(torch.equal, self._digests, digests_of(self._parameters()))):
+        if self._digests is not None and not all(map(torch.equal, self._digests, map(digest_of, self._parameters()))):
             # User code changes weights outside of optimizer steps. From now on, copy all weights before each batch.
             self._undo.copy_all()
         if self._has_exchanged and not is_done:
