@@ -87,7 +87,7 @@ class TFHostedOperator(hosted.HostedOperator):
         for model in operator._models:
             registration.take_weights_in(model)
         part_ways(settings.seed, self.world.rank, operator._models)
-        operator._raysgd.chosen_rates = registration.read_rates(operator._optimizers)
+        operator._raysgd.chosen = registration.read_rates(operator._optimizers)
         return self.facts()
 
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
@@ -148,19 +148,15 @@ class TFHostedOperator(hosted.HostedOperator):
 
     def edited_by(self, candidate: TFHostedOperator) -> registration.Rates:
         mine, other = self.operator, candidate.operator
-        chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
-        present = registration.read_rates(
-            mine._optimizers
-        )  # the optimizer state of tf_keras does not include the rates
+        chosen = zip(mine._raysgd.chosen, other._raysgd.chosen, strict=True)
+        # The optimizer state of tf_keras does not include the rates.
+        present = registration.read_rates(mine._optimizers)
         wanted = [rate if new == old else new for (old, new), rate in zip(chosen, present, strict=True)]
         return registration.differing_rates(registration.read_rates(other._optimizers), wanted)
 
     def take_edited(self, edited: registration.Rates) -> None:
         if edited:
             registration.set_rates(edited, self.operator._optimizers)
-
-    def follow_config(self) -> None:
-        registration.set_rates(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
         """Train on batches of zeros, to do one-time work such as tracing before the worker joins a group.

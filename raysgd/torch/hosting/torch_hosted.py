@@ -211,9 +211,6 @@ class TorchHostedOperator(HostedOperator):
             registered = self.internals.registered
             hyperparameters.apply(edited, registered.optimizers, registered.schedulers)
 
-    def follow_config(self) -> None:
-        self.take_edited(self.internals.chosen)
-
     def warm_up(self) -> None:
         operator, data = self.operator, self._data("train")
         if not operator.warms_up or self.group_obstacle or self.epoch_obstacle:

@@ -295,13 +295,6 @@ class HostedOperator(ABC):
     def take_edited(self, edited: Any) -> None:
         """Set the hyperparameters of the optimizers to the values that `edited_by` returned."""
 
-    @abstractmethod
-    def follow_config(self) -> None:
-        """Set the hyperparameters of the optimizers back to the values that `setup` chose.
-
-        With PyTorch, learning rates that follow `lr` in the config are set to their values after its latest change.
-        """
-
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
         """Let the operator call these worker callbacks, and no others, from now on."""
         self.operator._raysgd.callbacks.install(callbacks, self.operator)

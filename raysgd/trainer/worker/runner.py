@@ -142,11 +142,6 @@ class ClassRunner(ABC):
             logger.warning("warm-up of a new worker failed: %r", error)
 
     @property
-    def epoch(self) -> int:
-        """Number of passes over the training data that this worker has started."""
-        return self._hosted.feed.epoch
-
-    @property
     def epochs_done(self) -> int:
         """Number of passes over the training data that this worker has completed."""
         feed = self._hosted.feed
@@ -215,9 +210,10 @@ class ClassRunner(ABC):
     def follow_config(self) -> None:
         """Set the hyperparameters of the optimizers back to the values that `setup` chose.
 
-        Called after the state of a trainer with another config was loaded. See `HostedOperator.follow_config`.
+        With PyTorch, learning rates that follow `lr` in the config are set to their values after its latest change.
+        Called after the state of a trainer with another config was loaded.
         """
-        self._hosted.follow_config()
+        self._hosted.take_edited(self._hosted.operator._raysgd.chosen)
 
     # ------------------------------------------------------------------------------------------------ the state
 
