@@ -131,15 +131,9 @@ class DataCursor(ABC):
             check()
         while True:
             if self._items is None:
-                if (is_one_pass and num_begun) or (self._has_one_pass and self._has_begun):
+                if is_one_pass and num_begun:
                     return
-                check()
-                if self._to_resume is not None:
-                    (self.pass_index, consumed), self._to_resume = self._to_resume, None
-                else:
-                    self.pass_index, consumed = self._next_pass(), 0
-                self._has_begun, self._num_batches_in_pass = True, 0
-                self._items, self._ahead, just_opened = self._open_source(consumed), [], True
+                self._items, self._ahead, just_opened = self._open(check), [], True
             if not self._ahead:
                 self._ahead.append(next(self._items, None))
             coming = self._ahead[0]  # keep it in `_ahead` until it is yielded: drawing the next one may fail
@@ -154,6 +148,18 @@ class DataCursor(ABC):
             self._ends_pass = self._ahead[0] is None if is_unknown else bool(is_last)
             num_begun += plan.starts_global_batch
             yield batch, plan, self._ends_pass
+
+    def _open(self, check: Callable[[], None]) -> Iterator[PlannedBatch]:
+        if self._has_one_pass and self._has_begun:
+            return iter(())
+        self._has_begun = True
+        check()
+        if self._to_resume is not None:
+            (self.pass_index, consumed), self._to_resume = self._to_resume, None
+        else:
+            self.pass_index, consumed = self._next_pass(), 0
+        self._num_batches_in_pass = 0
+        return self._open_source(consumed)
 
 
 _REDRAW_EVERY_S = 0.1
