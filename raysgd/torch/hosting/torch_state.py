@@ -63,10 +63,6 @@ class TorchState(ReplicaState):
         waiting: Function that returns the parameters whose gradients no optimizer step has used yet.
     """
 
-    own = staticmethod(rng.capture)
-    check_own = staticmethod(rng.check)
-    restore_own = staticmethod(rng.restore)
-
     def __init__(
         self,
         operator: TrainingOperator,
@@ -155,6 +151,15 @@ class TorchState(ReplicaState):
             divided.fill(room)
             return divided.joined(room)
         return decode(state, copy=False) if isinstance(state, EncodedState) else state
+
+    def own(self) -> Any:
+        return rng.capture()
+
+    def check_own(self, own: Any) -> None:
+        rng.check(own)
+
+    def restore_own(self, own: Any) -> None:
+        rng.restore(own)
 
     def read_parts(self) -> dict[str, Any]:
         """Return the state dicts of the models, the criterion and the optimizers.
