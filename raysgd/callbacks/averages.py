@@ -8,17 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from raysgd.callbacks.worker_callback import (
-    WorkerCallback,
-    index_of,
-    is_sharded,
-    leaves_out,
-    left_out_of,
-    models_of,
-    optimizers_of,
-    rank_of,
-    state_of,
-)
+from raysgd.callbacks.worker_callback import WorkerCallback, index_of, is_sharded, models_of, optimizers_of, rank_of
 from raysgd.core import arguments as checks
 
 logger = logging.getLogger(__name__)
@@ -231,10 +221,10 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 def _tensors_in(operator: Any) -> list[dict[str, Any]]:
     """Return each model's parameters and buffers, except weights left out by `excludes_frozen_from_state`."""
-    by_model, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
-    if not left_out:
+    by_model, remade = [_tensors_of(model) for model in models_of(operator)], operator._raysgd.remade
+    if remade is None:
         return by_model
-    return [{name: each for name, each in tensors.items() if id(each) not in left_out} for tensors in by_model]
+    return [{name: each for name, each in tensors.items() if id(each) not in remade.ids} for tensors in by_model]
 
 
 def _check_averages(operator: Any, state: Any) -> None:
@@ -244,7 +234,9 @@ def _check_averages(operator: Any, state: Any) -> None:
         ValueError: A tensor of a model has no average, or its average has another shape or dtype. Only with
             `excludes_frozen_from_state` may tensors have no average.
     """
-    misfit = _misfit([_tensors_of(model) for model in models_of(operator)], state, may_lack=leaves_out(operator))
+    misfit = _misfit(
+        [_tensors_of(model) for model in models_of(operator)], state, may_lack=operator._raysgd.remade is not None
+    )
     if misfit:
         raise ValueError(f"The state of averaged weights does not match, so nothing was loaded: {misfit}.")
 
@@ -337,7 +329,7 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
 
 def _state_of(operator: Any, key: str) -> dict[str, Any] | None:
-    state: dict[str, Any] | None = state_of(operator, key) if rank_of(operator) == 0 else None
+    state: dict[str, Any] | None = operator._raysgd.callbacks.state_of(key) if rank_of(operator) == 0 else None
     if state is not None:
         _check_averages(operator, state)
     return state

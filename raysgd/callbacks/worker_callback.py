@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.core.numbers.meters import PendingMetric
@@ -194,25 +194,6 @@ def optimizers_of(operator: Any) -> list[Any]:
 def models_of(operator: Any) -> list[Any]:
     """Return the models that the operator registered, without wrappers such as DDP."""
     return list(operator._raysgd.registered.original_models)
-
-
-def left_out_of(operator: Any) -> Collection[int]:
-    """Return the `id`s of parameters that no checkpoint contains, because `setup` creates them again."""
-    remade = operator._raysgd.remade
-    return () if remade is None else remade.ids
-
-
-def leaves_out(operator: Any) -> bool:
-    """Return True if checkpoints leave out frozen parameters (`excludes_frozen_from_state`)."""
-    return operator._raysgd.remade is not None
-
-
-def state_of(operator: Any, key: str) -> Any:
-    """Return the state of the worker callback with this `state_key`, or None if there is no such state.
-
-    This may be a state from a loaded checkpoint, even if the run does not use the callback.
-    """
-    return operator._raysgd.callbacks.state_of(key)
 
 
 def rank_of(operator: Any) -> int:

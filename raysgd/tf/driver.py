@@ -297,12 +297,11 @@ def load(life: TrainerLife, state: dict[str, Any], rank_states: tuple[Any, ...])
 
 
 def content_of(snapshot: Snapshot) -> Content:
-    """Return a pair: a checkpoint file's content, as views of a snapshot's arrays, and the function that writes it."""
-    return {**snapshot.shared_state, RANKS: list(snapshot.rank_states)}, checkpoint_file.write
+    """Return a pair: a checkpoint file's content, as views of a snapshot's arrays, and the function that writes it.
 
-
-def checked_content_of(snapshot: Snapshot) -> Content:
-    """Return what `content_of` returns, or raise an error if `load` could not read it."""
-    state, write = content_of(snapshot)
+    Raises:
+        ValueError: `load` could not read the content.
+    """
+    state = {**snapshot.shared_state, RANKS: list(snapshot.rank_states)}
     checkpoint_file.check(state)
-    return state, write
+    return state, checkpoint_file.write

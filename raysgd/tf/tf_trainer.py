@@ -29,6 +29,7 @@ from raysgd.tf.objects import registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.trainer.configuration import BatchOptions, GroupSettings, Placement, Recovery, chosen
+from raysgd.trainer.driver.live_changes import begin_again
 from raysgd.trainer.driver.trainer import ClassTrainer
 from raysgd.trainer.worker.operator import OperatorT
 from raysgd.trainer.worker.replica_state import RESUME
@@ -164,7 +165,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
         """Create the operators in all workers again, like `reset_config`, but with new creator functions and config."""
         operator_cls = driver.resolve_operator(None, model_creator, data_creator)
-        self._changes.begin_again(config, operator_cls)
+        begin_again(self._life, config, operator_cls)
         self.model_creator, self.data_creator = model_creator, data_creator
 
     @property
@@ -237,11 +238,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         files.check_location("checkpoint", checkpoint)
         driver.refuse_keras_file(checkpoint)
         checks.refuse_text(blocking=blocking)
-        if blocking:
-            self._life.saves.write(checkpoint, driver.content_of(self._life.snapshot()))
-        else:
-            self._life.saves.submit(checkpoint, self._life.newest_snapshot(), driver.checked_content_of, self)
-        return checkpoint
+        return self._life.save(checkpoint, driver.content_of, blocking, self)
 
     @errors_printable()
     def load(self, checkpoint: str | PathLike[str]) -> None:

@@ -10,9 +10,9 @@ import torch
 from raysgd.core.engine.shared.types import World
 from raysgd.core.state.state_codec import EncodedState, lend
 from raysgd.exceptions import NotRegisteredError
-from raysgd.torch.checkpoints import checkpoint_file, divided_folder
+from raysgd.torch.checkpoints import checkpoint_file, divided
 from raysgd.torch.checkpoints.checkpoint_file import StateInFile
-from raysgd.torch.checkpoints.divided_folder import WrittenPart
+from raysgd.torch.checkpoints.divided import WrittenPart
 from raysgd.torch.hosting.torch_hosted import TorchHostedOperator
 from raysgd.torch.objects.models import packed
 from raysgd.torch.operator.settings import TorchSettings
@@ -40,7 +40,7 @@ class TorchRunner(ClassRunner):
         All ranks must call this method with the same folder.
         """
         state = self._hosted.state
-        return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
+        return divided.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
 
     def restore_from_file(self, reference: StateInFile, own_state: Any) -> bool | None:
         """Restore a checkpoint that the driver has verified. Its tensors are mapped from the file.

@@ -20,11 +20,11 @@ from raysgd.core import arguments as checks
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.exceptions import RemovedNameError
 from raysgd.storage import files
-from raysgd.torch.checkpoints import divided_state
-from raysgd.torch.driver import arguments, saving
-from raysgd.torch.driver.framework import TorchFramework, step_schedulers
-from raysgd.torch.driver.saving import FileFormat, LoadReport
+from raysgd.torch.checkpoints import divided
+from raysgd.torch.driver import arguments, framework
+from raysgd.torch.driver.framework import FileFormat, LoadReport, TorchFramework, step_schedulers
 from raysgd.torch.objects.models import unpacked
+from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner
@@ -229,8 +229,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         )
         may_grow = has_room_to_grow and settings.keeps_survivors
         settings = replace(settings, use_gpu=gpus.num_gpus > 0, may_grow=may_grow)
-        arguments.check_combination(settings, gpus, num_workers)
-        arguments.check_auto(settings, group)
+        arguments.check_combination(settings, gpus, group)
         arguments.check_batch_size(settings, num_workers)
         show_options(self, settings.step_options)
         has_chosen = split_batches is not None
@@ -275,7 +274,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         The dict contains the epoch, the state that the operator's `state_dict` returned, and the states of the models,
         the optimizers, the schedulers, the gradient scaler, and a criterion with trainable parameters.
         """
-        state = divided_state.whole(self._life.snapshot().shared_state, copy=True)
+        state = divided.whole(self._life.snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
 
@@ -321,20 +320,16 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole, frozen=frozen)
-        saving.check_format(format)
+        framework.check_format(format)
         if self._life.facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
             self._life.writer.wait()  # an earlier call with `blocking=False` may still be writing to the same path
-            saving.save_folder(self._life.controller, checkpoint, weights_only)
+            framework.save_folder(self._life.controller, checkpoint, weights_only)
             self._life.saves.note_file(files.shown(checkpoint))
             return checkpoint
-        content = partial(saving.content_of, weights_only=weights_only, file_format=format)
+        content = partial(framework.content_of, weights_only=weights_only, file_format=format)
         if frozen:
             content = partial(content, frozen=self._life.on_all(TorchRunner.remade_tensors, rank=0)[0])
-        if blocking:
-            self._life.saves.write(checkpoint, content(self._life.snapshot()))
-        else:
-            self._life.saves.submit(checkpoint, self._life.newest_snapshot(), content, self)
-        return checkpoint
+        return self._life.save(checkpoint, content, blocking, self)
 
     def load(
         self,
@@ -366,7 +361,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(weights_only=weights_only)
-        return saving.load(self._life, checkpoint, weights_only, saving.checked_parts(parts, strict), strict)
+        return framework.load(self._life, checkpoint, weights_only, framework.checked_parts(parts, strict), strict)
 
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` of every registered scheduler, as `ReduceLROnPlateau` requires.

@@ -116,20 +116,6 @@ class BatchOptions:
             return size
         return min(-(-size // num_workers), self.cap or size)
 
-    def refuse_with(self, obstacles: Iterable[tuple[bool, str, str]]) -> None:
-        """Raise an error if these options fix the size of the global batch, but the library cannot split such batches.
-
-        Args:
-            obstacles: Reasons why batches cannot be split. Each is a tuple of a flag (True if the reason applies), the
-                argument that is the reason, and advice.
-
-        Raises:
-            ValueError: A reason applies.
-        """
-        for applies, what, way_out in obstacles:
-            if self.is_global and applies:
-                raise ValueError(f"{self.global_option} cannot work with {what}: {way_out}.")
-
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
         """Return the config for the operator of one worker.
 

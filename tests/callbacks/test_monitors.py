@@ -26,7 +26,8 @@ from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.exceptions import WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.trainer.driver.fit_steps import StepMetricsReader
+from raysgd.trainer.driver.fit_epoch import StepMetricsReader
+from raysgd.trainer.driver.live_changes import use_worker_callbacks
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator, equal
 
 Make = Callable[..., TorchTrainer]
@@ -131,7 +132,7 @@ class TestGradientNorms:
         trainer.fit(1, callbacks=[GradientNorms()])
         state = trainer.state_dict()
         state["models"][0] = {name: each + 1 for name, each in state["models"][0].items()}
-        trainer._changes.use_worker_callbacks([norms := GradientNorms()])
+        use_worker_callbacks(trainer._life, [norms := GradientNorms()])
         before = trainer.state_dict()
         state["callbacks"] = {norms.state_key(): {"totals": [row]}}
         with pytest.raises(ValueError, match="The state of gradient norms does not match, so nothing was loaded"):
@@ -140,7 +141,7 @@ class TestGradientNorms:
 
     def test_norms_of_a_run_that_diverges_are_loaded(self, make_local: Make) -> None:
         trainer = make_local()
-        trainer._changes.use_worker_callbacks([norms := GradientNorms()])
+        use_worker_callbacks(trainer._life, [norms := GradientNorms()])
         state = {
             **trainer.state_dict(),
             "callbacks": {norms.state_key(): {"totals": [[0, math.nan, 2.0, math.inf, 0.0]]}},

@@ -16,6 +16,7 @@ import torch
 from raysgd.callbacks import WorkerCallback
 from raysgd.exceptions import CallbackError, UnpicklableError, WorkerError
 from raysgd.torch import TorchTrainer
+from raysgd.trainer.driver.live_changes import use_worker_callbacks
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]
@@ -248,7 +249,7 @@ def test_an_epoch_that_returns_no_metrics_ends_too(make_local: Make) -> None:
             return self.num_epochs
 
     trainer = make_local(Silent)
-    trainer._changes.use_worker_callbacks([Counts()])
+    use_worker_callbacks(trainer._life, [Counts()])
     assert trainer.train(reduce_results=False) == [None]
     assert [*trainer.state_dict()["callbacks"].values()] == [1]
 
@@ -269,17 +270,17 @@ class TestFaults:
                 raise ValueError("no room")
 
         trainer = make_local(LinearOperator)
-        trainer._changes.use_worker_callbacks([Mean()])
+        use_worker_callbacks(trainer._life, [Mean()])
         installed = trainer._life.settings.worker_callbacks
         with pytest.raises(WorkerError, match="no room"):
-            trainer._changes.use_worker_callbacks([NamedMean("other"), Refuses()])
+            use_worker_callbacks(trainer._life, [NamedMean("other"), Refuses()])
         assert trainer._life.settings.worker_callbacks is installed
         assert "mean_weight" in trainer.train()
 
     def test_in_the_beginning_leave_none_where_there_were_none(self, make_local: Make) -> None:
         trainer = make_local()
         with pytest.raises(CallbackError, match="gone"):
-            trainer._changes.use_worker_callbacks([Mean(), FailsIn("on_begin")])
+            use_worker_callbacks(trainer._life, [Mean(), FailsIn("on_begin")])
         assert not trainer.get_local_operator()._raysgd.callbacks.are_there
         assert "mean_weight" not in trainer.train()
 

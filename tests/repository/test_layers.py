@@ -131,10 +131,10 @@ INSIDE = {
     ),
     "trainer": ("configuration", "messages", "driver worker"),
     "trainer.driver": (
-        "changes detachable largest_batch leaving listeners saving shared_data tune_trial",
+        "detachable leaving listeners saving shared_data tune_trial",
         "life",
         "calls kept_trainer live_changes",
-        "fit_epoch fit_steps",
+        "fit_epoch",
         "fit_loop",
         "trainer",
     ),

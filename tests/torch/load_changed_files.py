@@ -32,7 +32,7 @@ from raysgd.callbacks.sidecar import ENDING
 from raysgd.exceptions import CallbackError
 from raysgd.tf.checkpoints import checkpoint_file as array_file
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.checkpoints import checkpoint_file, divided_folder
+from raysgd.torch.checkpoints import checkpoint_file, divided
 from raysgd.torch.objects import rng as random_states
 from tests.torch import mutations
 from tests.torch.mutations import Seed
@@ -191,8 +191,8 @@ class Folders(States):
         if chance.random() < 0.5:
             mutations.change_folder(chance, changed_folder)
         else:
-            rest = checkpoint_file.read(changed_folder / divided_folder.REST)
-            _write(changed_folder / divided_folder.REST, mutations.changed_state(chance, rest))
+            rest = checkpoint_file.read(changed_folder / divided.REST)
+            _write(changed_folder / divided.REST, mutations.changed_state(chance, rest))
         self.trainer.load(changed_folder)
 
 
@@ -358,8 +358,8 @@ def seeds_of_arrays(folder: Path) -> list[Seed]:
 def write_folder(path: Path, state: dict[str, Any]) -> None:
     """Writes a state as that of divided models, by one rank."""
     path.mkdir()
-    part = divided_folder.write_part(str(path), checkpoint_file.packed(state), None, rank=0)
-    divided_folder.finish(path, [part], dict(part.rest or {}))
+    part = divided.write_part(str(path), checkpoint_file.packed(state), None, rank=0)
+    divided.finish_folder(path, [part], dict(part.rest or {}))
 
 
 def changed(chance: random.Random, seeds: list[Seed], folder: Path) -> Path:

@@ -19,7 +19,7 @@ import xxhash
 
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import seal_at_end_of, seal_of
-from raysgd.torch.checkpoints.divided_folder import DIVIDED, REST, part_name
+from raysgd.torch.checkpoints.divided import DIVIDED, REST, part_name
 
 NUMBERS = (0, 1, -1, 2, 127, 255, 65535, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 10**7)
 NAMES = (

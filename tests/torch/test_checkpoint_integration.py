@@ -17,7 +17,7 @@ from raysgd.core.state.state_codec import lend
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints.checkpoint_file import CheckpointCorruptedError
-from raysgd.torch.driver import saving
+from raysgd.torch.driver import framework
 from tests.helpers.s3_server import S3Server
 from tests.helpers.sent import sent_by_load
 from tests.torch.operators_for_tests import NUM_FEATURES, ScheduledOperator, equal, samples_seen
@@ -308,7 +308,7 @@ def test_if_the_copy_of_a_loaded_state_fails_no_earlier_state_takes_its_place(
         path.open("r+b").write(b"PK")
         return lend(state)
 
-    monkeypatch.setattr(saving, "lend", written_to)
+    monkeypatch.setattr(framework, "lend", written_to)
     three.load(path)
     loaded = three.apply_all_operators(_own_weights)[0]
     monkeypatch.undo()
@@ -331,7 +331,7 @@ def test_a_file_that_is_written_to_while_a_part_is_loaded_leaves_the_workers_as_
         path.open("r+b").write(b"PK")
         return lend(state)
 
-    monkeypatch.setattr(saving, "lend", written_to)
+    monkeypatch.setattr(framework, "lend", written_to)
     with pytest.raises(CheckpointCorruptedError, match="written to while it was read"):
         three.load(path, parts=("models",))
     assert equal(three.state_dict(), before)

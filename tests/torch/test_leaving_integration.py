@@ -21,7 +21,7 @@ from raysgd.core.history.history import History
 from raysgd.core.numbers.results import CallProgress
 from raysgd.journal.journal import Journal
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.driver.fit_steps import StepReports
+from raysgd.trainer.driver.fit_epoch import StepReports
 from tests.helpers.doors import controller_of
 from tests.torch.gate import WaitsForSignal, waiting_for_signal
 from tests.torch.ledger import Ledger, uses

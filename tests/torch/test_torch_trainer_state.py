@@ -1,6 +1,6 @@
 """Saving and loading the state of one worker in this process.
 
-Covers `raysgd.torch.objects.loading` and `raysgd.torch.driver.saving`: whether a state fits is
+Covers `raysgd.torch.objects.loading` and `raysgd.torch.driver.framework`: whether a state fits is
 decided before anything of it is loaded.
 """
 

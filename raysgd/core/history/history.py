@@ -6,6 +6,7 @@ import json
 import math
 import numbers
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -17,6 +18,7 @@ from raysgd.core.numbers.results import Metrics, as_number, name_in_test, valida
 from raysgd.core.text import cards
 
 Entry = TypeVar("Entry")
+ResultT = TypeVar("ResultT")
 Kind = Literal["train", "validation", "test"]
 
 _MOST_ELEMENTS = 1000
@@ -387,38 +389,36 @@ class CallRecorder:
         self.told_s: Callable[[], float] | None = None
         self._lock = threading.Lock()
 
-    def record(
-        self,
-        kind: Kind,
-        result: Any,
-        began_at: float,
-        seconds: float,
-        num_workers: int,
-        of_fit: bool = False,
-        inside: tuple[int, int] | None = None,
-    ) -> None:
-        """Add a finished call to the history.
+    def begin(
+        self, kind: Kind, of_fit: bool = False, inside: tuple[int, int] | None = None
+    ) -> Callable[[ResultT, int], ResultT]:
+        """Return a function that adds a call, which begins now, to the history once it has ended.
+
+        The function takes the call's result and the number of workers at the end of the call. It returns the result.
 
         Args:
             kind: "train", "validation" or "test".
-            result: What the call returned.
-            began_at: Start time of the call, in seconds since the Unix epoch.
-            seconds: Duration of the call.
-            num_workers: Number of workers at the end of the call.
-            of_fit: True if `fit` made the call as part of an epoch.
+            of_fit: True if `fit` makes the call as part of an epoch.
             inside: The epoch and step of a validation inside an epoch. None for other calls.
         """
-        # An earlier process of the trainer may have started this call. Add the time that it spent on the call.
-        if kind == "train" and self.told_s is not None:
-            missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
-            began_at, seconds = began_at - missed_s, seconds + missed_s
-        metrics = dict(result) if isinstance(result, Mapping) else {}
-        with self._lock:
-            epoch = metrics.get("epoch") if kind == "train" else None
-            if not isinstance(epoch, int):
-                epoch = self.trained if kind == "train" else self._epoch
-            epoch, step = (epoch, 0) if inside is None else inside
-            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
+        began_at, began = time.time(), time.perf_counter()
+
+        def end(result: ResultT, num_workers: int) -> ResultT:
+            first_s, seconds = began_at, time.perf_counter() - began
+            # An earlier process of the trainer may have started this call. Add the time that it spent on the call.
+            if kind == "train" and self.told_s is not None:
+                missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
+                first_s, seconds = first_s - missed_s, seconds + missed_s
+            metrics = dict(result) if isinstance(result, Mapping) else {}
+            with self._lock:
+                epoch = metrics.get("epoch") if kind == "train" else None
+                if not isinstance(epoch, int):
+                    epoch = self.trained if kind == "train" else self._epoch
+                epoch, step = (epoch, 0) if inside is None else inside
+                self._add(CallRecord(kind, epoch, metrics, first_s, seconds, num_workers, of_fit, step), None)
+            return result
+
+        return end
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
         """Return a function that adds a validation on a spare worker to the history.

@@ -319,131 +319,126 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
     return options
 
 
-def check_global_batches(settings: TorchSettings) -> None:
-    """Reject options that do not work with `split_batches` or `deterministic`.
-
-    With either option, the library splits each batch among the workers. To do so, it must shard the data by samples and
-    weight the gradients by sample counts.
-    """
-    strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
-    is_known = strategy == "ddp" or (strategy == "fsdp" and not is_deterministic)
+def check_combination(settings: TorchSettings, gpus: GpuChoice, group: GroupSettings) -> None:
+    """Reject combinations of options that do not work together. The error message names the options."""
+    precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
+    step, fsdp, batches = settings.step_options, settings.fsdp_options, settings.batch_options
+    option, is_deterministic, num_batches = batches.global_option, batches.deterministic, step.accumulate_grad_batches
+    is_lightning = hasattr(settings.training_operator_cls, "_lightning_module_cls")
+    # With `split_batches` or `deterministic`, the library splits each batch among the workers. To do so, it must shard
+    # the data by samples and weight the gradients by sample counts.
+    splits_with = strategy == "ddp" or (strategy == "fsdp" and not is_deterministic) or not batches.is_global
     way_out = 'it needs `strategy="ddp"` on gloo or NCCL. Use that, or omit it'
-    settings.batch_options.refuse_with(
-        [
-            (settings.use_horovod, '`backend="horovod"`', way_out),
-            (not is_known, f'`strategy="{strategy}"`', way_out),
-            (
-                not settings.add_dist_sampler,
-                "`add_dist_sampler=False`",
-                "the library has to shard the data. Omit one of the two",
-            ),
-            (
-                is_deterministic and settings.step_options.accumulate_grad_batches > 1,
-                f"`accumulate_grad_batches={settings.step_options.accumulate_grad_batches}`",
-                "multiply the global batch size by this number, and pass `micro_batch_size`",
-            ),
-            (
-                is_deterministic and choose_precision(settings.use_fp16, settings.precision) == "apex",
-                "Apex",
-                'it exchanges gradients in every backward pass. Use `precision="fp16"` or `"bf16"`',
-            ),
-            (
-                is_deterministic and settings.step_options.sync_batchnorm,
-                "`sync_batchnorm=True`",
-                "workers take different numbers of shards, and would wait for each other. Omit one of the two",
-            ),
-            (
-                is_deterministic and hasattr(settings.training_operator_cls, "_lightning_module_cls"),
-                "an operator made of a `LightningModule`",
-                "its hooks run the backward pass. Pass `split_batches=True` instead, with which any number of "
-                "workers takes the same steps up to rounding, or write a `TrainingOperator`",
-            ),
-        ]
+    _refuse_first(
+        (batches.is_global and settings.use_horovod, f'{option} cannot work with `backend="horovod"`: {way_out}.'),
+        (not splits_with, f'{option} cannot work with `strategy="{strategy}"`: {way_out}.'),
+        (
+            batches.is_global and not settings.add_dist_sampler,
+            f"{option} cannot work with `add_dist_sampler=False`: the library has to shard the data. Omit one of the "
+            "two.",
+        ),
+        (
+            is_deterministic and num_batches > 1,
+            f"{option} cannot work with `accumulate_grad_batches={num_batches}`: multiply the global batch size by "
+            "this number, and pass `micro_batch_size`.",
+        ),
+        (
+            is_deterministic and precision == "apex",
+            f"{option} cannot work with Apex: it exchanges gradients in every backward pass. Use "
+            '`precision="fp16"` or `"bf16"`.',
+        ),
+        (
+            is_deterministic and step.sync_batchnorm,
+            f"{option} cannot work with `sync_batchnorm=True`: workers take different numbers of shards, and would "
+            "wait for each other. Omit one of the two.",
+        ),
+        (
+            is_deterministic and is_lightning,
+            f"{option} cannot work with an operator made of a `LightningModule`: its hooks run the backward pass. Pass "
+            "`split_batches=True` instead, with which any number of workers takes the same steps up to rounding, or "
+            "write a `TrainingOperator`.",
+        ),
     )
-
-
-def check_auto(settings: TorchSettings, group: GroupSettings) -> None:
-    """Reject `micro_batch_size="auto"` if the workers cannot undo a step and repeat it in the same processes."""
-    obstacles = (
-        (settings.strategy != "ddp", f'`strategy="{settings.strategy}"`'),
+    if settings.use_horovod:
+        check_horovod(precision, strategy, settings.use_gpu)
+    in_place = (
+        (strategy != "ddp", f'`strategy="{strategy}"`'),
         (not settings.recovery.in_place, "`Recovery(in_place=False)`"),
         (group.is_driver_only, "`use_local=True`"),
     )
-    for applies, what in obstacles:
-        if settings.batch_options.is_auto and applies:
-            raise ValueError(
-                f'`micro_batch_size="auto"` cannot work with {what}: no step is repeated in place. Pass the number of '
-                "samples that a worker can process at once."
-            )
-
-
-def check_combination(settings: TorchSettings, gpus: GpuChoice, num_workers: int) -> None:
-    """Reject combinations of options that do not work together. The error message names the options."""
-    precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
-    step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
-    check_global_batches(settings)
-    if settings.use_horovod:
-        check_horovod(precision, strategy, settings.use_gpu)
-    for applies, what, why in (
+    _refuse_first(
         (
             precision == "apex" and strategy == "fsdp",
-            'Apex with `strategy="fsdp"`',
-            'Apex replaces parameters, and so does FSDP. Pass `precision="fp16"` or `precision="bf16"`',
+            'Apex with `strategy="fsdp"` cannot work: Apex replaces parameters, and so does FSDP. Pass '
+            '`precision="fp16"` or `precision="bf16"`.',
         ),
         (
             precision == "apex" and not settings.use_gpu,
-            "Apex without GPUs",
-            'Apex has GPU kernels only. Pass `use_gpu=True`, or `precision="bf16"`',
+            'Apex without GPUs cannot work: Apex has GPU kernels only. Pass `use_gpu=True`, or `precision="bf16"`.',
         ),
         (
-            strategy == "fsdp" and num_workers > 1 and gpus.is_shared and gpus.backend == "gloo",
-            f'`strategy="fsdp"` for workers that share a GPU over gloo (`num_gpus_per_worker={gpus.num_gpus:g}`)',
-            "the parts of the models would be gathered through the memory of the host in each layer. Pass "
-            'at most as many `num_workers` as there are GPUs, `strategy="ddp"`, or `use_gpu=False`',
+            strategy == "fsdp" and group.num_workers > 1 and gpus.is_shared and gpus.backend == "gloo",
+            '`strategy="fsdp"` for workers that share a GPU over gloo '
+            f"(`num_gpus_per_worker={gpus.num_gpus:g}`) cannot work: the parts of the models would be gathered through "
+            "the memory of the host in each layer. Pass at most as many `num_workers` as there are GPUs, "
+            '`strategy="ddp"`, or `use_gpu=False`.',
         ),
         (
             precision == "apex" and step.compile is not False,
-            "Apex with `compile`",
-            'Apex patches PyTorch while it runs. Pass `precision="fp16"` or `precision="bf16"`',
+            'Apex with `compile` cannot work: Apex patches PyTorch while it runs. Pass `precision="fp16"` or '
+            '`precision="bf16"`.',
         ),
         (
             precision in ("fp16", "bf16", "legacy") and fsdp.mp_policy is not None,
-            "mixed precision with `strategy_options={'mp_policy': ...}`",
-            'both choose formats. Pass `precision="fp32"` with the policy, or leave the policy out',
+            "mixed precision with `strategy_options={'mp_policy': ...}` cannot work: both choose formats. Pass "
+            '`precision="fp32"` with the policy, or leave the policy out.',
         ),
         (
             precision in ("fp16", "legacy") and fsdp.offload_policy is not None,
-            "fp16 with `strategy_options={'offload_policy': ...}`",
-            'the gradient scaler needs gradients on the device. Pass `precision="bf16"`, or leave the policy out',
+            "fp16 with `strategy_options={'offload_policy': ...}` cannot work: the gradient scaler needs gradients on "
+            'the device. Pass `precision="bf16"`, or leave the policy out.',
         ),
         (
             fsdp.offload_policy is not None and not settings.use_gpu,
-            "`strategy_options={'offload_policy': ...}` without GPUs",
-            "everything is in the memory of the host already. Leave the policy out",
+            "`strategy_options={'offload_policy': ...}` without GPUs cannot work: everything is in the memory of the "
+            "host already. Leave the policy out.",
         ),
         (
             step.sync_batchnorm and not settings.use_gpu,
-            "`sync_batchnorm=True` without GPUs",
-            "PyTorch's `SyncBatchNorm` runs on GPUs only. Pass `use_gpu=True`, or leave it out",
+            "`sync_batchnorm=True` without GPUs cannot work: PyTorch's `SyncBatchNorm` runs on GPUs only. Pass "
+            "`use_gpu=True`, or leave it out.",
         ),
         (
             step.sync_batchnorm and strategy == "none",
-            '`sync_batchnorm=True` with `strategy="none"`',
-            'it needs workers that step together. Pass `strategy="ddp"`, or convert the models in `setup`',
+            '`sync_batchnorm=True` with `strategy="none"` cannot work: it needs workers that step together. Pass '
+            '`strategy="ddp"`, or convert the models in `setup`.',
         ),
         (
-            hasattr(operator_cls, "_lightning_module_cls") and strategy == "fsdp",
-            'an operator made of a `LightningModule` with `strategy="fsdp"`',
-            'its steps do not run through `forward`. Pass `strategy="ddp"`, or write a `TrainingOperator`',
+            is_lightning and strategy == "fsdp",
+            'an operator made of a `LightningModule` with `strategy="fsdp"` cannot work: its steps do not run through '
+            '`forward`. Pass `strategy="ddp"`, or write a `TrainingOperator`.',
         ),
         (
-            hasattr(operator_cls, "_lightning_module_cls") and step.compile is not False,
-            "an operator made of a `LightningModule` with `compile`",
-            "its steps do not run through `forward`. Call `self.compile()` in the module's `configure_model`",
+            is_lightning and step.compile is not False,
+            "an operator made of a `LightningModule` with `compile` cannot work: its steps do not run through "
+            "`forward`. Call `self.compile()` in the module's `configure_model`.",
         ),
-    ):
+        *(
+            (
+                batches.is_auto and applies,
+                f'`micro_batch_size="auto"` cannot work with {what}: no step is repeated in place. Pass the number of '
+                "samples that a worker can process at once.",
+            )
+            for applies, what in in_place
+        ),
+    )
+
+
+def _refuse_first(*obstacles: tuple[bool, str]) -> None:
+    """Raise an error with the first message whose flag is True."""
+    for applies, message in obstacles:
         if applies:
-            raise ValueError(f"{what} cannot work: {why}.")
+            raise ValueError(message)
 
 
 _CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_creator", "loss_creator")

@@ -15,10 +15,9 @@ import torch
 
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.state.state_codec import EncodedState, StateEncoder, decode
-from raysgd.torch.checkpoints import divided_folder, divided_state
+from raysgd.torch.checkpoints import divided
 from raysgd.torch.checkpoints.checkpoint_file import GRADIENTS, TRAINED
-from raysgd.torch.checkpoints.divided_folder import StateInFolder
-from raysgd.torch.checkpoints.divided_state import Path_
+from raysgd.torch.checkpoints.divided import Path_, StateInFolder
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.loading import (
@@ -133,7 +132,7 @@ class TorchState(ReplicaState):
 
     def copy_for_driver(self, rank: int) -> StateCopy | None:
         if self._parallel.is_sharded:
-            part = self._encoder.encode(divided_state.content_of(self.read_divided(), rank))
+            part = self._encoder.encode(divided.content_of(self.read_divided(), rank))
             return StateCopy(part, part.num_bytes, is_part=True)
         if rank:
             return None
@@ -142,14 +141,14 @@ class TorchState(ReplicaState):
 
     def decoded(self, state: EncodedState | StateInFolder | DividedValue | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(state, StateInFolder):
-            return divided_folder.read(state, self.room_for, self._parallel.group_beside)
+            return divided.read_folder(state, self.room_for, self._parallel.group_beside)
         if isinstance(state, DividedValue):
-            divided = divided_state.of_snapshot(state)
+            parts = divided.of_snapshot(state)
             if not self._parallel.is_sharded:
-                return divided.whole()
-            room = divided.make_room(self.room_for)
-            divided.fill(room)
-            return divided.joined(room)
+                return parts.whole()
+            room = parts.make_room(self.room_for)
+            parts.fill(room)
+            return parts.joined(room)
         return decode(state, copy=False) if isinstance(state, EncodedState) else state
 
     def own(self) -> Any:

@@ -27,7 +27,7 @@ from raysgd.core.config_keys import BATCH_SIZE, PLAIN_BATCH_SIZE
 from raysgd.core.engine.shared.interface import Call, CallHandle, Left
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot
-from raysgd.core.history.history import Kind, RecordBeside, as_test
+from raysgd.core.history.history import CallRecord, RecordBeside, as_test
 from raysgd.core.numbers.results import CallProgress, Metrics
 from raysgd.exceptions import NoDataError, OnFailure
 from raysgd.trainer.configuration import ReplicaSettings
@@ -87,23 +87,6 @@ class TrainerCalls:
         self.life = life
         self._validation_starts_over = False
         self._comparisons = ComparisonPace()
-
-    def _begin(self, kind: Kind, of_fit: bool = False, inside: tuple[int, int] | None = None) -> Callable[[Any], Any]:
-        """Return a function that adds a call to the trainer's history, and returns the call's result.
-
-        Args:
-            kind: The kind of call, which begins now.
-            of_fit: Whether `fit` makes the call.
-            inside: For a validation inside an epoch of `fit`, the epoch and the step.
-        """
-        began_at, began, life = time.time(), time.perf_counter(), self.life
-
-        def record(result: Any) -> Any:
-            seconds = time.perf_counter() - began
-            life.recorder.record(kind, result, began_at, seconds, life.controller.num_workers, of_fit, inside)
-            return result
-
-        return record
 
     def requests(
         self,
@@ -168,7 +151,7 @@ class TrainerCalls:
         """
         if dataset is None:
             self.life.warn_of_whole_batches()
-        record = self._begin("train", of_fit)
+        record = self.life.recorder.begin("train", of_fit)
         life, comparisons = self.life, self._comparisons
         runner, controller, listeners = life.framework.runner_cls, life.controller, life.listeners
         largest = life.largest_batch
@@ -233,7 +216,7 @@ class TrainerCalls:
             largest.learn(answers[0].largest_batch)
         result = life.framework.merged(answers, reduce_results)
         self._warn_of_nan(result)
-        return record(result)
+        return record(result, controller.num_workers)
 
     def _between_steps(self, leaves: Callable[[], bool] | None) -> None:
         """Between two steps, call the listeners, and stop the call if `leaves` returns True.
@@ -318,15 +301,15 @@ class TrainerCalls:
     ) -> Any:
         """Evaluate on the validation data, or on `dataset` if it is not None. Return the result for the user.
 
-        See `_begin` for the last two arguments.
+        See `CallRecorder.begin` for the last two arguments.
         """
-        record = self._begin("validation", of_fit, inside)
-        return record(self._evaluated(options, dataset, reduce_results))
+        record = self.life.recorder.begin("validation", of_fit, inside)
+        return record(self._evaluated(options, dataset, reduce_results), self.life.controller.num_workers)
 
     def test(self, options: EpochRequest, dataset: Any) -> Metrics:
         """Evaluate on `dataset`, and return the metrics. Their names start with `test_`."""
-        record = self._begin("test")
-        return record(as_test(self._evaluated(options, dataset)))
+        record = self.life.recorder.begin("test")
+        return record(as_test(self._evaluated(options, dataset)), self.life.controller.num_workers)
 
     def _evaluated(self, options: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
         answers = self.answers_of_validation(options, dataset)
@@ -390,7 +373,7 @@ class TrainerCalls:
         options: EpochRequest,
         dataset: Any,
         reduce_results: bool,
-        note: Callable[[RecordBeside, Any, float, float], object] | None = None,
+        note: Callable[[Callable[[], CallRecord]], object] | None = None,
     ) -> CallHandle[Any]:
         """Start validating the current training state on a spare worker, while training continues.
 
@@ -400,9 +383,8 @@ class TrainerCalls:
             options: Options of the call.
             dataset: Data to validate on instead of the registered data, or None.
             reduce_results: Whether to merge the metrics of the workers.
-            note: For `fit`: function that receives the result, in a background thread. Its first argument is the
-                function that adds the result to the history. Its other arguments are the arguments for that function.
-                If None, the result is added to the history as soon as the validation ends.
+            note: For `fit`: function that receives, in a background thread, the function that adds the result to the
+                history. If None, the result is added to the history as soon as the validation ends.
         """
         life = self.life
 
@@ -416,8 +398,8 @@ class TrainerCalls:
             began_at, began = time.time(), time.perf_counter()
             answers = validate(on_wait)
             result = self._checked(answers, options, reduce_results)
-            call = result, began_at, time.perf_counter() - began
-            add(*call) if note is None else note(add, *call)
+            ended = partial(add, result, began_at, time.perf_counter() - began)
+            ended() if note is None else note(ended)
             return result
 
         return life.begin_in_background(take_state, evaluate)

@@ -28,8 +28,7 @@ from raysgd.storage import files, open_folder
 from raysgd.storage.background_writer import SubmittedWrite
 from raysgd.storage.owner import owning
 from raysgd.trainer.driver.calls import EpochLeft, TrainerCalls, epoch_options
-from raysgd.trainer.driver.fit_epoch import EpochResults, Pauses
-from raysgd.trainer.driver.fit_steps import StepReports
+from raysgd.trainer.driver.fit_epoch import EpochResults, Pauses, StepReports
 from raysgd.trainer.driver.leaving import Leaving, answer_signal
 from raysgd.trainer.messages.epochs import VALIDATES, BegunEpoch, open_steps_from_data
 

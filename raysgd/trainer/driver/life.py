@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,16 +27,14 @@ from raysgd.core.engine.shared.interface import Call, CallHandle, Connection, Fr
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.core.history.accounts import Accounts
-from raysgd.core.history.gauges import Gauges
 from raysgd.core.history.history import CallRecorder, Kind
-from raysgd.core.history.status import TrainerStatus, ask_status, glance
+from raysgd.core.history.status import Gauges, TrainerStatus, ask_status, glance
+from raysgd.core.sending import is_sendable
 from raysgd.core.text.log_lines import Once
 from raysgd.core.text.tracebacks import hide_library_frames
-from raysgd.exceptions import OnFailure
+from raysgd.exceptions import OnFailure, UnpicklableError
 from raysgd.storage.background_writer import BackgroundWriter
 from raysgd.trainer.configuration import GroupSettings, ReplicaMaker, ReplicaSettings, global_batch_in_words
-from raysgd.trainer.driver.changes import naming_config_entries
-from raysgd.trainer.driver.largest_batch import LargestBatch
 from raysgd.trainer.driver.leaving import answer_signal
 from raysgd.trainer.driver.listeners import ProgressListeners
 from raysgd.trainer.driver.saving import Content, FileSaves
@@ -335,6 +333,59 @@ class Figures:
         self._gauges.report_end()
 
 
+class LargestBatch:
+    """How many samples a worker processes at once, as `micro_batch_size="auto"` has found (ADR 178).
+
+    Every attempt at a call sends this number to all workers.
+
+    Attributes:
+        size: The number. None until memory runs out: each worker then processes its whole share of a global batch.
+    """
+
+    def __init__(self) -> None:
+        self.size: int | None = None
+        self._members: Collection[Any] | None = None  # workers of the last attempt; None to accept any workers
+        self._short: Collection[Any] = ()  # workers for which twice the size was too large
+
+    def split(self, sizes: Mapping[Any, int]) -> None:
+        """Reduce the size, because memory ran out.
+
+        Args:
+            sizes: For each worker that ran out of memory, the number of samples that it can process at once.
+        """
+        self.size, self._short, self._members = min(sizes.values()), {*sizes}, None
+        logger.warning(
+            "a worker ran out of memory, so the workers repeat the step, with at most %d samples at once from now on",
+            self.size,
+        )
+
+    def for_group(self, workers: Collection[Any]) -> int | None:
+        """Return the size for the next attempt. If the workers that ran out of memory have left, try twice the size.
+
+        Args:
+            workers: The workers of the group.
+        """
+        members, before = {*workers}, self._members
+        if self.size is not None and before not in (None, members) and members.isdisjoint(self._short):
+            self.size *= 2
+        self._members = members
+        return self.size
+
+    def learn(self, size: int | None) -> None:
+        """Record the size that the workers have used in a call, perhaps because they loaded it from a checkpoint."""
+        self.size = size
+
+
+@contextmanager
+def naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
+    """If the block raises an error because a config entry cannot be pickled, add the entry's name to the error."""
+    try:
+        yield
+    except UnpicklableError as error:
+        names = [name for name, value in config.items() if not is_sendable(value)]
+        raise (UnpicklableError(f"`config[{names[0]!r}]`: {error}") if names else error) from error.__cause__
+
+
 class TrainerLife:
     """Starts the workers of one trainer, holds what the trainer uses while they run, and ends them.
 
@@ -546,6 +597,21 @@ class TrainerLife:
         """
         self._distrust_copies()
         return self.controller.newest_snapshot()
+
+    def save(self, checkpoint: Any, content_of: Callable[[Snapshot], Content], blocking: bool, owner: Any) -> Any:
+        """Write the current training state to a file, in the background if `blocking` is False. Return `checkpoint`.
+
+        Args:
+            checkpoint: Path or URI of the file.
+            content_of: Function that returns the file's content for a snapshot.
+            blocking: Whether to return only when the file is complete.
+            owner: The trainer. See `FileSaves.submit`.
+        """
+        if blocking:
+            self.saves.write(checkpoint, content_of(self.snapshot()))
+        else:
+            self.saves.submit(checkpoint, self.newest_snapshot(), content_of, owner)
+        return checkpoint
 
     def shared_snapshot(self) -> Snapshot:
         """Return a snapshot of the current state that all workers share, such as the model's weights.

@@ -6,7 +6,7 @@ arguments of its methods. Other modules do the work:
 - `life`: `TrainerLife` starts the workers, holds the trainer's settings, and ends the workers.
 - `calls`: `TrainerCalls` trains, validates and tests.
 - `predicting`: `outputs_in_rounds` predicts.
-- `live_changes`: `LiveChanges` changes the config, the operator class or the callbacks of running workers.
+- `live_changes` changes the config, the operator class or the callbacks of running workers.
 - `fit_loop`: `FitRun` runs `fit` and `epochs`.
 """
 
@@ -39,12 +39,12 @@ from raysgd.core.numbers.timing import TimeLedger
 from raysgd.core.text.cards import card
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.trainer.configuration import GroupSettings, Recovery, ReplicaSettings
+from raysgd.trainer.driver import live_changes
 from raysgd.trainer.driver.calls import TrainerCalls, epoch_options, outputs_in_rounds, usual_batch_size
-from raysgd.trainer.driver.changes import ReadOnlyConfig
 from raysgd.trainer.driver.detachable import Detachable
 from raysgd.trainer.driver.fit_loop import FitOptions, FitRun
 from raysgd.trainer.driver.life import Framework, NoteProgress, TrainerLife
-from raysgd.trainer.driver.live_changes import LiveChanges
+from raysgd.trainer.driver.live_changes import ReadOnlyConfig
 from raysgd.trainer.messages import epochs
 from raysgd.trainer.messages.prediction import BatchRequest
 
@@ -89,7 +89,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
     ) -> None:
         show_options(self, group, settings, settings.batch_options)
         self._life = TrainerLife(group, settings, framework, type(self).__name__, has_chosen_batches)
-        self._calls, self._changes = TrainerCalls(self._life), LiveChanges(self._life)
+        self._calls = TrainerCalls(self._life)
         self._life.start()
 
     @property
@@ -527,7 +527,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
             WorkerError: Your `setup` raised an error. The `WorkerError` is also an instance of that error's class. The
                 workers were shut down, and the next call starts new workers with the new config.
         """
-        self._changes.begin_again(config)
+        live_changes.begin_again(self._life, config)
 
     def update_config(self, **changes: Any) -> None:
         """Change entries of the config in the running operators, which keep their state.
@@ -545,7 +545,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
             WorkerError: `config_changed` raised an error. The `WorkerError` is also an instance of that error's class.
                 All workers keep the old config.
         """
-        self._changes.change_config(changes)
+        live_changes.change_config(self._life, changes)
 
     def reload(self, training_operator_cls: type[AnyOperatorT]) -> None:
         """Switch to another operator class, usually an edited version, in the same workers and with the same state.
@@ -565,7 +565,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
                 class. All workers keep the old class.
         """
         self._life.framework.check_reload(self._life, training_operator_cls)
-        self._changes.reload(training_operator_cls)
+        live_changes.reload(self._life, training_operator_cls)
 
     def take_state_of(self, other: Any) -> None:
         """Load the state of another live trainer, without a file.
@@ -589,7 +589,14 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
             )
         self._life.framework.load_snapshot(self._life, other._life.shared_snapshot())
         if dict(other.config) != dict(self.config):
-            self._changes.follow_config()
+            self._follow_config()
+
+    def _follow_config(self) -> None:
+        """In all workers, set the hyperparameters of the optimizers back to the values that `setup` chose.
+
+        Called after the state of a trainer with another config was loaded.
+        """
+        self._life.on_all(self._life.framework.runner_cls.follow_config, changes_state=True, keeps_alike=True)
 
     # -------------------------------------------------------------------------------- code in the workers, and the end
 

@@ -245,7 +245,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
             file = path / self._checkpoint_name if path.is_dir() else path
             self._trainer.load(str(file))
             if has_changed(file.parent, self.config):
-                self._trainer._changes.follow_config()
+                self._trainer._follow_config()
 
         def cleanup(self) -> None:
             """Shut down the trainer and its workers at the end of the trial."""

@@ -10,8 +10,7 @@ import pytest
 
 from raysgd.core.engine.shared.interface import GroupEvent, GroupHistory
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
-from raysgd.core.history.gauges import Gauges
-from raysgd.core.history.status import TrainerStatus
+from raysgd.core.history.status import Gauges, TrainerStatus
 from tests.helpers.fakes import status_of
 
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -262,10 +263,16 @@ def test_the_text_fits_the_terminal(columns: int, names: int, monkeypatch: pytes
     assert "".join(lines).count("very") == 10
 
 
-def test_a_call_that_a_former_process_began_has_the_time_that_its_ranks_tell_and_the_next_its_own() -> None:
+def test_a_call_that_a_former_process_began_has_the_time_that_its_ranks_tell_and_the_next_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("raysgd.core.history.history.time", SimpleNamespace(time=lambda: now, perf_counter=lambda: now))
     recorder = CallRecorder([])
     recorder.told_s = lambda: 9.0
-    recorder.record("validation", {}, began_at=99.0, seconds=1.0, num_workers=2)
-    for began_at in (100.0, 110.0):
-        recorder.record("train", {}, began_at=began_at, seconds=2.0, num_workers=2)
+    calls: list[tuple[Kind, float, float]] = [("validation", 99, 100), ("train", 100, 102), ("train", 110, 112)]
+    for kind, now, ended in calls:
+        end = recorder.begin(kind)
+        now = ended
+        assert end({}, 2) == {}
     assert [(each.began_at, each.seconds) for each in recorder.history.records] == [(99, 1), (93, 9), (110, 2)]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
-from raysgd.torch.checkpoints import checkpoint_file, divided_folder
-from raysgd.torch.checkpoints.divided_folder import DIVIDED, RANKS, REST, WrittenPart
+from raysgd.torch.checkpoints import checkpoint_file, divided
+from raysgd.torch.checkpoints.divided import DIVIDED, RANKS, REST, WrittenPart
 from raysgd.torch.objects.rng import RNG
 from raysgd.trainer.worker.replica_state import RESUME
 from tests.torch.operators_for_tests import equal
@@ -35,9 +35,9 @@ def state() -> dict[str, Any]:
 
 
 def write(path: Path, content: dict[str, Any]) -> Path:
-    with divided_folder.making(path) as folder:
-        part = divided_folder.write_part(divided_folder.emptied(folder), content, None, rank=0)
-        divided_folder.finish(folder, [part], dict(part.rest or {}))
+    with divided.making_folder(path) as folder:
+        part = divided.write_part(divided.emptied_folder(folder), content, None, rank=0)
+        divided.finish_folder(folder, [part], dict(part.rest or {}))
     return path
 
 
@@ -46,8 +46,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "new" / "last", content)
     assert [entry.name for entry in path.parent.iterdir()] == ["last"]
     assert sorted(entry.name for entry in path.iterdir()) == ["part-0.pt", "rest.pt"]
-    assert divided_folder.is_folder(path)
-    assert equal(divided_folder.opened(str(path), weights_only=True).read_whole(), content)
+    assert divided.is_folder(path)
+    assert equal(divided.open_folder(str(path), weights_only=True).read_whole(), content)
 
 
 @pytest.mark.parametrize("target", ["mine", "notes.txt", "nothing"])
@@ -57,7 +57,7 @@ def test_a_link_is_replaced_and_not_followed(target: str, tmp_path: Path) -> Non
     before = sorted(entry.stat().st_mtime_ns for entry in (tmp_path / "mine").iterdir())
     (tmp_path / "last").symlink_to(target)
     path = write(tmp_path / "last", state())
-    assert divided_folder.is_folder(path)
+    assert divided.is_folder(path)
     assert not path.is_symlink()
     assert before == sorted(entry.stat().st_mtime_ns for entry in (tmp_path / "mine").iterdir())
     assert (tmp_path / "notes.txt").read_text() == "the only copy"
@@ -70,7 +70,7 @@ def test_tied_tensors_and_views_are_written_with_memory_of_their_own(tmp_path: P
         "models": [{"embedding": large, "head": large, "row": large[3:4], "wide": large[:1].expand(50, 100)}],
     }
     path = write(tmp_path / "last", content)
-    assert equal(divided_folder.opened(str(path), weights_only=True).read_whole(), content)
+    assert equal(divided.open_folder(str(path), weights_only=True).read_whole(), content)
     path = write(tmp_path / "row", {**state(), "models": [{"row": large[3:4]}]})
     assert (path / PART).stat().st_size < 10_000
 
@@ -79,18 +79,18 @@ def test_a_rank_does_not_read_the_random_states_of_all(tmp_path: Path) -> None:
     states = [{"torch": torch.arange(5), "python": [1, 2]}] * 3
     content = {**state(), RESUME: {"samples": 4, RNG: states}}
     path = str(write(tmp_path / "last", content))
-    assert equal(divided_folder.opened(path, weights_only=True).read_whole(), content)
-    of_rank = divided_folder.opened(path, weights_only=True, for_rank=True)
+    assert equal(divided.open_folder(path, weights_only=True).read_whole(), content)
+    of_rank = divided.open_folder(path, weights_only=True, for_rank=True)
     assert of_rank.rest[RESUME] == {"samples": 4}
     Path(path, RANKS).unlink()
     assert equal(of_rank.read_whole(), {**content, RESUME: {"samples": 4}})
     with pytest.raises(CheckpointCorruptedError, match=r"ranks\.pt"):
-        divided_folder.opened(path, weights_only=True)
+        divided.open_folder(path, weights_only=True)
 
 
 def test_a_state_in_outline_has_shapes_and_takes_no_memory(tmp_path: Path) -> None:
     content = {**state(), "models": [{"large": torch.zeros(500, 20)}]}
-    [model] = divided_folder.opened(str(write(tmp_path / "last", content)), weights_only=True).outline()["models"]
+    [model] = divided.open_folder(str(write(tmp_path / "last", content)), weights_only=True).outline()["models"]
     assert model["large"].shape == (500, 20)
     assert model["large"].untyped_storage().nbytes() == 4
 
@@ -99,7 +99,7 @@ def test_a_folder_takes_the_place_of_an_earlier_one_and_of_a_file(tmp_path: Path
     (tmp_path / "last").write_bytes(b"a file of before")
     for epoch in (1, 2):
         write(tmp_path / "last", {**state(), "epoch": epoch})
-        assert divided_folder.opened(str(tmp_path / "last"), weights_only=True).rest["epoch"] == epoch
+        assert divided.open_folder(str(tmp_path / "last"), weights_only=True).rest["epoch"] == epoch
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
@@ -109,7 +109,7 @@ def test_a_failed_write_leaves_the_earlier_folder(tmp_path: Path) -> None:
     del half["optimizers"]
     with pytest.raises(ValueError, match="lacks"):
         write(path, half)
-    assert divided_folder.opened(str(path), weights_only=True).rest["epoch"] == 3
+    assert divided.open_folder(str(path), weights_only=True).rest["epoch"] == 3
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
@@ -118,19 +118,19 @@ def test_parts_that_the_driver_cannot_see_are_missed(tmp_path: Path) -> None:
     elsewhere = WrittenPart(None, None, None, (10, "00"))
     (tmp_path / PART).touch()
     with pytest.raises(OSError, match=r"1 of 2 files that workers wrote are not in .* a path that all nodes share"):
-        divided_folder.finish(tmp_path, [here, elsewhere], state())
-    assert not divided_folder.is_folder(tmp_path)
+        divided.finish_folder(tmp_path, [here, elsewhere], state())
+    assert not divided.is_folder(tmp_path)
 
 
 def test_an_attempt_begins_with_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "part-3.pt").touch()
-    assert divided_folder.emptied(tmp_path) == str(tmp_path)
+    assert divided.emptied_folder(tmp_path) == str(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_file_is_found_by_the_rank_that_looks_at_it(tmp_path: Path) -> None:
     path = write(tmp_path / "last", state())
-    folder = divided_folder.opened(str(path), weights_only=True)
+    folder = divided.open_folder(str(path), weights_only=True)
     (path / PART).unlink()
     folder.check(1, 2)
     with pytest.raises(CheckpointCorruptedError, match=r"`part-0\.pt` is missing"):
@@ -152,7 +152,7 @@ def with_facts(path: Path, **changed: Any) -> Path:
 def with_part(path: Path, part: bytes) -> Path:
     """The folder with a file that consists of this alone, whose checksum is right."""
     (path / PART).write_bytes(part)
-    return with_facts(path, files=[divided_folder._facts_of(path / PART)])
+    return with_facts(path, files=[divided._facts_of(path / PART)])
 
 
 @pytest.mark.parametrize("name", [REST, RANKS, PART])
@@ -161,7 +161,7 @@ def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path: Path, name: 
     (path / name).unlink(missing_ok=True)
     os.mkfifo(path / name)
     with pytest.raises(OSError, match="is not a regular file"):
-        divided_folder.opened(str(path), weights_only=True)
+        divided.open_folder(str(path), weights_only=True)
 
 
 def test_nothing_that_could_run_code_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -170,11 +170,11 @@ def test_nothing_that_could_run_code_is_read(tmp_path: Path, capfd: pytest.Captu
     torch.save(RunsCode(), stream)
     with_part(path, stream.getvalue())
     with pytest.raises(CheckpointCorruptedError, match=r"`part-0\.pt` cannot be read \(exec\)"):
-        divided_folder.opened(str(path), weights_only=True).read_whole()
+        divided.open_folder(str(path), weights_only=True).read_whole()
     path = write(tmp_path / "other", {**state(), "operator": {"set": frozenset({1}), "kind": Path("a")}})
     with pytest.raises(UnsafeCheckpointError, match="weights_only=False"):
-        divided_folder.opened(str(path), weights_only=True)
-    assert divided_folder.opened(str(path), weights_only=False).rest["operator"]["kind"] == Path("a")
+        divided.open_folder(str(path), weights_only=True)
+    assert divided.open_folder(str(path), weights_only=False).rest["operator"]["kind"] == Path("a")
     assert "code ran" not in capfd.readouterr().out
 
 
@@ -210,7 +210,7 @@ def test_a_part_is_what_the_index_says(part: bytes, finding: str, tmp_path: Path
     content = {**state(), "models": [{"a": torch.randn(2, 3)}], "optimizers": []}
     path = with_part(write(tmp_path / "last", content), part)
     with pytest.raises(CheckpointCorruptedError, match=finding):
-        divided_folder.opened(str(path), weights_only=True).read_whole()
+        divided.open_folder(str(path), weights_only=True).read_whole()
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_an_index_that_contradicts_itself_is_refused(index: Any, finding: str, t
     content = {**state(), "models": [{"a": torch.randn(2, 3), "size": torch.tensor(1)}], "optimizers": []}
     path = with_facts(write(tmp_path / "last", content), index=index)
     with pytest.raises(CheckpointCorruptedError, match=finding):
-        divided_folder.opened(str(path), weights_only=True)
+        divided.open_folder(str(path), weights_only=True)
 
 
 def test_a_state_that_holds_one_thing_many_times_is_copied_once(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_state_that_holds_one_thing_many_times_is_copied_once(tmp_path: Path) 
     path = write(tmp_path / "last", state())
     rest = checkpoint_file.read(path / REST)
     checkpoint_file.write(path / REST, {**rest, "criterion": tree})
-    assert len(divided_folder.opened(str(path), weights_only=True).outline()["criterion"]) == 2
+    assert len(divided.open_folder(str(path), weights_only=True).outline()["criterion"]) == 2
 
 
 # ------------------------------------------------------------------------------------------------ killed saves

@@ -9,8 +9,8 @@ import torch
 
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.state.state_codec import StateEncoder
-from raysgd.torch.checkpoints import divided_state
-from raysgd.torch.checkpoints.divided_state import overlaps
+from raysgd.torch.checkpoints import divided
+from raysgd.torch.checkpoints.divided import overlaps
 from tests.torch.operators_for_tests import equal
 
 
@@ -28,7 +28,7 @@ def parts_of(content: dict[str, Any], num_ranks: int) -> DividedValue:
     """As ranks keep them that divide what has five rows."""
     kept = []
     for rank in range(num_ranks):
-        own = divided_state.content_of(content, rank=0)
+        own = divided.content_of(content, rank=0)
         index = {path: (dtype, size, size[0] == 5) for path, (dtype, size, _) in own["index"].items()}
         tensors = {
             path: chunk(tensor, num_ranks, rank) if index[path][2] else tensor
@@ -49,8 +49,8 @@ def chunk(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
 def test_the_parts_of_all_ranks_are_the_whole_state(num_ranks: int) -> None:
     content = state()
     parts = parts_of(content, num_ranks)
-    assert equal(divided_state.whole(parts, copy=True), content)
-    [model] = divided_state.outline(parts)["models"]
+    assert equal(divided.whole(parts, copy=True), content)
+    [model] = divided.outline(parts)["models"]
     assert model["weight"].shape == (5, 2)
     assert model["weight"].untyped_storage().nbytes() == 4
 
@@ -58,12 +58,12 @@ def test_the_parts_of_all_ranks_are_the_whole_state(num_ranks: int) -> None:
 def test_a_whole_state_stays_what_it_is() -> None:
     content = state()
     encoded = StateEncoder().encode(content)
-    assert equal(divided_state.whole(encoded, copy=True), content)
-    assert equal(divided_state.outline(encoded), content)
+    assert equal(divided.whole(encoded, copy=True), content)
+    assert equal(divided.outline(encoded), content)
 
 
 def test_other_ranks_than_the_first_keep_only_what_is_divided() -> None:
-    first, second = (divided_state.content_of(state(), rank) for rank in (0, 1))
+    first, second = (divided.content_of(state(), rank) for rank in (0, 1))
     assert set(first["tensors"]) == {
         ("models", 0, "weight"),
         ("models", 0, "mean"),

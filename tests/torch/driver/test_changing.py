@@ -1,6 +1,6 @@
 """Changes of what one worker in this process trains: entries of its config, its class, its seed.
 
-Covers `raysgd.trainer.driver.changes`, `raysgd.trainer.driver.trainer` and `raysgd.torch.operator.internals`, too:
+Covers `raysgd.trainer.driver.live_changes`, `raysgd.trainer.driver.trainer` and `raysgd.torch.operator.internals`, too:
 what trainers of all frameworks can change, and how learning rates follow the config.
 """
 

@@ -1,6 +1,6 @@
 """Loading a part of a file, and files of safetensors.
 
-Covers `raysgd.torch.checkpoints.weights_file` and `raysgd.torch.driver.saving`.
+Covers `raysgd.torch.checkpoints.weights_file` and `raysgd.torch.driver.framework`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import weights_file
-from raysgd.torch.driver.saving import PARTS, LoadReport
+from raysgd.torch.driver.framework import PARTS, LoadReport
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, LinearOperator, equal
 
 Make = Callable[..., TorchTrainer]

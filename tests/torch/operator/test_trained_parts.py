@@ -13,7 +13,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.state.state_codec import StateEncoder, decode
 from raysgd.torch import TorchTrainer
-from raysgd.torch.checkpoints.divided_state import content_of, of_snapshot
+from raysgd.torch.checkpoints.divided import content_of, of_snapshot
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.trainer.messages.epochs import EpochRequest

@@ -177,7 +177,7 @@ def test_what_shows_a_training_call_hears_of_it_while_it_runs_and_at_its_end() -
         shown=lambda trainer: listeners.listening(heard.append),
         merged=lambda answers, reduce_results: {},
     )
-    recorder = SimpleNamespace(record=lambda *call: None)
+    recorder = SimpleNamespace(begin=lambda *call: lambda result, num_workers: result)
     controller = SimpleNamespace(facts=[SimpleNamespace(epoch_obstacle=None)], num_workers=1)
     trainer: Any = SimpleNamespace(
         framework=framework,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysgd.trainer.driver.largest_batch import LargestBatch
+from raysgd.trainer.driver.life import LargestBatch
 
 
 def test_the_smallest_size_that_a_worker_reports_holds_for_all() -> None:
