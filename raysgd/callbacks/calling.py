@@ -23,7 +23,6 @@ from raysgd.exceptions import CallbackError, OnFailure
 
 if TYPE_CHECKING:
     from raysgd.core.engine.shared.interface import GroupEvent
-    from raysgd.core.numbers.results import CallProgress
 
 
 logger = logging.getLogger(__name__)
@@ -255,15 +254,11 @@ class CallbackCalls(Dispatcher):
         """Return True if any callback overrides the method with this name."""
         return any(overrides(each, hook) for each in self.callbacks)
 
-    def progress(self, progress: CallProgress) -> None:
-        """Call `on_progress` of all callbacks. If a callback fails, `check_progress` raises the error later."""
-        self._tell_inside("on_progress", progress)
+    def tell_inside(self, hook: str, *args: Any) -> None:
+        """Call a method of all callbacks while a call runs. If one fails, `check_progress` raises the error later.
 
-    def step_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Call `on_step_metrics` of all callbacks. If a callback fails, `check_progress` raises the error later."""
-        self._tell_inside("on_step_metrics", step, metrics)
-
-    def _tell_inside(self, hook: str, *args: Any) -> None:
+        See `tell` for the arguments.
+        """
         try:
             if self._failed_in_progress is None:
                 self.tell(hook, *args)
@@ -271,7 +266,7 @@ class CallbackCalls(Dispatcher):
             self._failed_in_progress = error
 
     def check_progress(self) -> None:
-        """If a callback has failed in `progress` or `step_metrics`, raise the first such error."""
+        """If a callback has failed in `tell_inside`, raise the first such error."""
         if self._failed_in_progress is not None:
             raise self._failed_in_progress
 

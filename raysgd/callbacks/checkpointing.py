@@ -363,19 +363,15 @@ class Checkpointing(WritesFiles):
             raise error
 
     def _delete(self, saved: Saved) -> None:
+        as_folder = self._folder / saved.content  # it is a folder if the models are sharded over the workers
         try:
-            self._remove(saved.content)
+            if as_folder.is_local and as_folder.local_path.is_dir():
+                as_folder.delete()
+            else:
+                self._folder.remove(saved.content)
             self._folder.remove(f"{saved.content}{sidecar.ENDING}")
         except OSError as error:
             logger.warning("Checkpointing: could not delete %s in %s: %s", saved.content, self._folder, error)
-
-    def _remove(self, name: str) -> None:
-        """Delete a checkpoint, which is a file, or a folder if the models are sharded over the workers."""
-        as_folder = self._folder / name
-        if as_folder.is_local and as_folder.local_path.is_dir():
-            as_folder.delete()
-        else:
-            self._folder.remove(name)
 
     # ------------------------------------------------------------------------------------------- the files to keep
 

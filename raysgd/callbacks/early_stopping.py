@@ -217,10 +217,14 @@ class EarlyStopping(Callback):
         self._take(run, self._metric.value_inside(run, metrics), run.epoch + 1)
 
     def _take(self, run: Run, value: float | None, epoch: int) -> None:
-        if value is not None:
-            self._last = value
-            self._count(value, epoch)
-            self._judge(run, value)
+        if value is None:
+            return
+        self._last = value
+        if self._metric.is_better(value, self.best, self.min_delta):
+            self.best, self.best_epoch, self.num_without_improvement = value, epoch, 0
+        else:
+            self.num_without_improvement += 1
+        self._judge(run, value)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Log a warning if no result of the run contained the metric."""
@@ -234,12 +238,6 @@ class EarlyStopping(Callback):
         reason = self._reason_to_stop(value) if value is not None else None
         if reason is not None:
             run.stop(reason)
-
-    def _count(self, value: float, epoch: int) -> None:
-        if self._metric.is_better(value, self.best, self.min_delta):
-            self.best, self.best_epoch, self.num_without_improvement = value, epoch, 0
-        else:
-            self.num_without_improvement += 1
 
     def _reason_to_stop(self, value: float) -> str | None:
         name = self._metric.name

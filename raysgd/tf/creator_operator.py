@@ -12,7 +12,7 @@ import numpy as np
 from raysgd.core.arguments import check_creator
 from raysgd.core.connections import tensorflow as connections
 from raysgd.exceptions import NoDataError
-from raysgd.tf.data.dataset_streams import lockstep_dataset
+from raysgd.tf.data.sources import lockstep_dataset
 from raysgd.tf.fit import acts_on_steps, callbacks_of_part, merger, one_part, stopper, tracker
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided

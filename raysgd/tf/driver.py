@@ -24,7 +24,7 @@ from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator, make_operator
-from raysgd.tf.data import call_data
+from raysgd.tf.data import sources
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
@@ -118,7 +118,12 @@ def check_config(settings: TFSettings, num_workers: int) -> None:
     config, options = settings.config, settings.batch_options
     _check_options_for_keras(config)
     if num_workers > 1:
-        _check_callbacks(config, num_workers)
+        if any("BackupAndRestore" in registration.class_names(callback) for callback in _callbacks_in(config)):
+            raise ValueError(
+                f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot "
+                "work: it would restore weights and epoch on rank 0 only. Omit it. After a worker fails, the call "
+                "continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
+            )
         data = (config.get("fit_config") or {}).get("validation_data")
         datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
     if BATCH_SIZE in config:
@@ -143,16 +148,6 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
 def _callbacks_in(config: Mapping[str, Any], key: str = "fit_config") -> Iterable[Any]:
     callbacks = (config.get(key) or {}).get("callbacks") or ()
     return callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-
-
-def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
-    """Check that the Keras callbacks work with several workers."""
-    if any("BackupAndRestore" in registration.class_names(callback) for callback in _callbacks_in(config)):
-        raise ValueError(
-            f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
-            "it would restore weights and epoch on rank 0 only. Omit it. After a worker fails, the call "
-            "continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
-        )
 
 
 _BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
@@ -219,7 +214,7 @@ class TFFramework(Framework):
         """
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
-        if not self._travels or not call_data.is_dataset(data):
+        if not self._travels or not sources.is_dataset(data):
             return settings
         packed = datasets.packed("config['fit_config']['validation_data']", data)
         config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
@@ -240,7 +235,7 @@ class TFFramework(Framework):
             )
 
     def check_dataset(self, life: TrainerLife, dataset: Any, training: bool, name: str = "dataset") -> None:
-        call_data.check(dataset, name, with_fit=self.trains_with_fit, training=training)
+        sources.check(dataset, name, with_fit=self.trains_with_fit, training=training)
         if training and life.settings.batch_options.split_batches and kind_of(dataset) == "ray":
             raise ValueError(
                 f"`train(dataset=...)` got `{type(dataset).__name__}`, which `split_batches=True` cannot shard by "
@@ -254,7 +249,7 @@ class TFFramework(Framework):
             check_calls_of_fit(life.settings.config, epochs)
 
     def call_data_of(self, data: Any, config: Mapping[str, Any]) -> CallData | None:
-        return call_data.call_data_of(data, config, seed=self._seed, travels=self._travels)
+        return sources.call_data_of(data, config, seed=self._seed, travels=self._travels)
 
     def check_answers(self, life: TrainerLife, kind: Kind, answers: Sequence[EpochAnswer], num_steps: Any) -> None:
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
@@ -265,7 +260,7 @@ class TFFramework(Framework):
         return super().merged(answers, reduce_results)
 
     def to_predict(self, data: Any, asked: BatchRequest) -> Found:
-        return call_data.source_to_predict(data, asked)
+        return sources.source_to_predict(data, asked)
 
     def content_of(self, snapshot: Snapshot) -> Content:
         return content_of(snapshot)

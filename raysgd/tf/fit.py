@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from raysgd.tf.data.dataset_streams import Passes
+from raysgd.tf.data.sources import Passes
 from raysgd.tf.objects import registration
 from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.tf.parallel.step import assigned

@@ -19,7 +19,7 @@ from raysgd.core.arrays.user_data import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
-from raysgd.tf.data.dataset_streams import data_of, dataset_of, dataset_over, loader_of
+from raysgd.tf.data.sources import data_of, dataset_of, dataset_over, loader_of
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.operator.internals import OperatorContext, RegisteredData, RegisteredObjects, TFInternals

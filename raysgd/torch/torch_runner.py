@@ -10,8 +10,7 @@ import torch
 from raysgd.core.engine.shared.types import World
 from raysgd.core.state.state_codec import EncodedState, lend
 from raysgd.exceptions import NotRegisteredError
-from raysgd.torch.checkpoints import checkpoint_file, divided
-from raysgd.torch.checkpoints.checkpoint_file import StateInFile
+from raysgd.torch.checkpoints import divided
 from raysgd.torch.checkpoints.divided import WrittenPart
 from raysgd.torch.hosting.torch_hosted import TorchHostedOperator
 from raysgd.torch.objects.models import packed
@@ -41,23 +40,6 @@ class TorchRunner(ClassRunner):
         """
         state = self._hosted.state
         return divided.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
-
-    def restore_from_file(self, reference: StateInFile, own_state: Any) -> bool | None:
-        """Restore a checkpoint that the driver has verified. Its tensors are mapped from the file.
-
-        Args:
-            reference: Reference to the file.
-            own_state: This rank's random states; None to leave the current random states unchanged.
-
-        Returns:
-            None if this process cannot access the file, so that nothing has changed. False if another process wrote to
-            the file meanwhile, so that the replica may have a mix of the old and the new contents. Otherwise True.
-        """
-        with checkpoint_file.mapped_again(reference) as (state, is_unchanged):
-            if state is None:
-                return None
-            self.restore(state, own_state)
-            return is_unchanged()
 
     def remade_tensors(self) -> EncodedState:
         """Return the frozen parameters that snapshots and checkpoints omit because `setup` recreates them.

@@ -184,9 +184,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         num_workers = checks.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
-        arguments.take_creators(unknown)
+        self.serialize_data_creation = arguments.take_former(unknown)
         arguments.check_place(num_workers, use_local)
-        self.serialize_data_creation = arguments.take_others(unknown)
         known = TorchTrainer.__init__.__annotations__
         checks.refuse_unknown("TorchTrainer", unknown, known, recovery=Recovery)
         arguments.check_operator_class(training_operator_cls)
@@ -245,7 +244,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             # `training_operator_cls` is missing.
             if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
                 arguments.refuse_other_name(kwargs)
-                arguments.take_creators(kwargs)
+                arguments.take_former(kwargs)
             return super().__new__(cls, *args, **kwargs)
 
     _outlives_its_process = staticmethod(arguments.outlives_its_process)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.air.checkpoint import Checkpoint, TensorflowCheckpoint
 from raysgd.core.connections.tensorflow import GROWTH, cluster_of, keras_of_driver
 from raysgd.core.imports import lazy_names, require_installed
-from raysgd.tf.data.dataset_streams import as_array
+from raysgd.tf.data.sources import as_array
 from raysgd.tf.objects.datasets import prepare_dataset_shard
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.predictor import TensorPredictor

@@ -382,10 +382,6 @@ class GroupSettings:
         checks.check_hook(self.initialization_hook)
         checks.check_amount("num_cpus_per_worker", self.num_cpus_per_worker)
         checks.check_kind("recovery", self.recovery, Recovery)
-        self._check_counts()
-        checks.check_seconds("timeout_s", self.timeout_s, may_be_least=False)
-
-    def _check_counts(self) -> None:
         checks.check_num_workers(
             "min_workers", self.min_workers, hint="It is the number of workers to wait for after a failure."
         )
@@ -397,6 +393,7 @@ class GroupSettings:
         checks.check_num_workers(
             "spare_workers", self.spare_workers, hint="They validate, and step in for lost ones.", least=0
         )
+        checks.check_seconds("timeout_s", self.timeout_s, may_be_least=False)
 
     @property
     def is_driver_only(self) -> bool:

@@ -152,8 +152,8 @@ class TestProgress:
     def test_keeps_an_error_until_the_epoch_is_over_and_calls_no_more(self) -> None:
         noted: list[tuple[Any, ...]] = []
         calls = calls_of(Noting(noted, fails_in="progress"))
-        calls.progress(self.NEWS)
-        calls.progress(self.NEWS)
+        calls.tell_inside("on_progress", self.NEWS)
+        calls.tell_inside("on_progress", self.NEWS)
         assert len(noted) == 1
         with pytest.raises(CallbackError, match="on_progress"):
             calls.check_progress()

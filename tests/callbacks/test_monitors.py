@@ -310,12 +310,12 @@ class TestSteps:
         read = StepMetricsReader(cast("Any", ranks), lambda step, metrics: told.append(step))
         read(False)
         assert told == []  # they are asked again
-        read.tell_rest()
+        read(is_done=True)
         assert told == [2]
         ranks.answers = [(3, means(1.0, 2)), WorkersLostError("gone")]
         assert read.open() == ((3, means(1.0, 2)),)
         ranks.answers = [WorkersLostError("gone")] * 2
-        read.tell_rest()
+        read(is_done=True)
         assert (told, read.open()) == ([2], ())
 
 

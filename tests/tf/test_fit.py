@@ -8,7 +8,7 @@ import pytest
 
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
-from raysgd.tf.data.dataset_streams import Passes
+from raysgd.tf.data.sources import Passes
 from raysgd.tf.fit import FitPlace, FitStream, one_part
 from raysgd.tf.parallel.averaging import ExchangeRecord
 

@@ -1,6 +1,6 @@
 """Streams and datasets of Ray Data in operators of TensorFlow: each row once, with any number of workers.
 
-Covers `raysgd.tf.data.dataset_streams`: operators reach it through `register_data`.
+Covers `raysgd.tf.data.sources`: operators reach it through `register_data`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,38 +239,6 @@ def test_what_does_not_fit_leaves_the_workers_as_they_were(three: TorchTrainer, 
     assert three.train()["num_samples"] == NUM_SAMPLES - 24
 
 
-class WritesToItsFile(Resumed):
-    """On rank 0, writes to a file while a state is loaded: in the middle of `load`, after the models were replaced."""
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        if state_dict is not None and self.world_rank == 0:
-            with Path(state_dict).open("r+b") as file:
-                file.write(b"PK")
-
-
-def test_a_file_that_is_written_to_while_workers_map_it_leaves_the_workers_as_they_were(
-    ray_cluster: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "last.pt"
-    with start(2, operator=WritesToItsFile) as trainer:
-        trainer.train()
-        trainer.apply_all_operators(partial(_set_extra, str(path)))
-        trainer.save(path)
-        os.utime(path, (1, 1))
-        trainer.apply_all_operators(partial(_set_extra, None))
-        trainer.train()
-        before = trainer.state_dict()
-        with pytest.raises(CheckpointCorruptedError, match="written to while it was read"):
-            trainer.load(path)
-        assert equal(trainer.state_dict(), before)
-        assert trainer.train()["num_samples"] == NUM_SAMPLES
-
-
-def _set_extra(value: Any, operator: Any) -> None:
-    operator.extra = value
-
-
 def test_workers_that_do_not_see_the_file_get_the_state_from_the_driver(three: TorchTrainer, tmp_path: Path) -> None:
     path = three.save(tmp_path / "last.pt")
     before = three.state_dict()
@@ -294,29 +261,6 @@ def test_a_loaded_state_survives_the_end_of_all_workers_and_of_its_file(ray_clus
             os.kill(pid, signal.SIGKILL)
         path.unlink()
         assert equal(trainer.state_dict(), before)
-
-
-def test_if_the_copy_of_a_loaded_state_fails_no_earlier_state_takes_its_place(
-    three: TorchTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = three.save(tmp_path / "last.pt")
-    three.train()
-    three.state_dict()
-    os.utime(path, (1, 1))
-
-    def written_to(state: Any) -> Any:
-        path.open("r+b").write(b"PK")
-        return lend(state)
-
-    monkeypatch.setattr(framework, "lend", written_to)
-    three.load(path)
-    loaded = three.apply_all_operators(_own_weights)[0]
-    monkeypatch.undo()
-    assert torch.equal(three.state_dict()["models"][0]["0.weight"], loaded)
-
-
-def _own_weights(operator: Any) -> torch.Tensor:
-    return next(operator.model.parameters()).detach().clone()
 
 
 def test_a_file_that_is_written_to_while_a_part_is_loaded_leaves_the_workers_as_they_were(

@@ -29,7 +29,7 @@ from raysgd.core.state.strict_reading import DamagedFileError, FormerValue
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints import checkpoint_file
-from raysgd.torch.checkpoints.plain_state import unpacked
+from raysgd.torch.checkpoints.checkpoint_file import unpacked
 from raysgd.torch.objects import rng as random_states
 from tests.torch.load_changed_files import KINDS
 from tests.torch.mutations import archived, sealed

@@ -227,7 +227,7 @@ class Accounts:
             notes.append(f"{named(silent)} {'has' if len(silent) == 1 else 'have'} not answered yet")
         accounts = self._accounts.values()
         if self._has_trained and len(accounts) > 1 and not any(account.seconds[EXCHANGE] for account in accounts):
-            notes.append(_UNTOLD)
+            notes.append("exchanges cannot be told from useful steps here")
         return notes
 
     def warn(self) -> None:
@@ -248,6 +248,3 @@ class Accounts:
                 words,
                 "" if any(option in advice for option in self._used) else f" Try this: {advice}.",
             )
-
-
-_UNTOLD = "exchanges cannot be told from useful steps here"

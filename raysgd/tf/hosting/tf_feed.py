@@ -14,17 +14,7 @@ from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.exceptions import NoDataError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
-from raysgd.tf.data import call_data
-from raysgd.tf.data.dataset_streams import (
-    OwnSource,
-    Passes,
-    TFCursor,
-    TFDividedSource,
-    TFRanks,
-    TFSource,
-    data_of,
-    source_of,
-)
+from raysgd.tf.data import sources
 from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import datasets
 from raysgd.tf.parallel.keras_sync import Synchronizer
@@ -61,19 +51,19 @@ class TFFeed(feed.DataFeed):
         self._world = world
         self._seed = seed
         self._num_global = num_global
-        self._passes: dict[str, Passes] = {}
+        self._passes: dict[str, sources.Passes] = {}
         self._is_regrouped = False
 
     @property
-    def _ranks(self) -> TFRanks:
-        return TFRanks(self._world.rank, self._world.size, self._synchronizer.group)
+    def _ranks(self) -> sources.TFRanks:
+        return sources.TFRanks(self._world.rank, self._world.size, self._synchronizer.group)
 
     @property
     def _registered_stream(self) -> StreamData | None:
         return self._operator_of()._raysgd.data.streams.get("train")
 
-    def _cursor_over(self, source: TFSource, count_pass: Callable[[], int]) -> TFCursor:
-        return TFCursor(source, count_pass)
+    def _cursor_over(self, source: sources.TFSource, count_pass: Callable[[], int]) -> sources.TFCursor:
+        return sources.TFCursor(source, count_pass)
 
     @property
     def fit(self) -> FitStream | None:
@@ -81,52 +71,54 @@ class TFFeed(feed.DataFeed):
         return None
 
     @property
-    def train_passes(self) -> Passes:
+    def train_passes(self) -> sources.Passes:
         """The training dataset, with the number of passes over it so far."""
         return self._passes_of("train")
 
-    def _passes_of(self, name: str) -> Passes:
+    def _passes_of(self, name: str) -> sources.Passes:
         if name not in self._passes:
-            self._passes[name] = Passes(getattr(self._operator_of(), f"{name}_dataset"))
+            self._passes[name] = sources.Passes(getattr(self._operator_of(), f"{name}_dataset"))
         return self._passes[name]
 
-    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> TFSource:
+    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> sources.TFSource:
         share, world = self.data_of_call[name], self._world
         votes = connections.votes() if training and world.is_distributed else None
         dataset = self.made_of_call(name, request)
         if isinstance(dataset, Stream):
-            return source_of(data_of(dataset, name, world), self._ranks, self._seed)
+            return sources.source_of(sources.data_of(dataset, name, world), self._ranks, self._seed)
         if not share.goes_to_all or not datasets.is_divided(dataset):
-            return OwnSource(dataset, votes)
+            return sources.OwnSource(dataset, votes)
         internals = self._operator_of()._raysgd
         is_of_worker = share.kind == "rows" and not internals.context.settings.batch_options.split_batches
         sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
-        return TFDividedSource(Passes(dataset), sharding, world, pads=training)
+        return sources.TFDividedSource(sources.Passes(dataset), sharding, world, pads=training)
 
     def _make(self, name: str) -> Any:
-        return call_data.batches_of(self.data_of_call[name], self._world.is_distributed)
+        return sources.batches_of(self.data_of_call[name], self._world.is_distributed)
 
     def ray_loader(self, name: str) -> RayLoader | None:
         return self._operator_of()._raysgd.data.ray_loaders.get(name)
 
-    def _open_validation(self, request: EpochRequest) -> TFCursor:
+    def _open_validation(self, request: EpochRequest) -> sources.TFCursor:
         is_of_call = request.shard_key is not None
         find = self._source_of_call if is_of_call else self._source
         source = find("validation", request, training=False)
-        return TFCursor(source, lambda: 0, has_one_pass=is_of_call or self.ray_loader("validation") is not None)
+        return sources.TFCursor(source, lambda: 0, has_one_pass=is_of_call or self.ray_loader("validation") is not None)
 
-    def _source(self, name: str, request: EpochRequest, *, training: bool) -> TFSource:
+    def _source(self, name: str, request: EpochRequest, *, training: bool) -> sources.TFSource:
         operator, world = self._operator_of(), self._world
         dataset, stream = getattr(operator, f"{name}_dataset"), operator._raysgd.data.streams.get(name)
         if stream is not None:
-            return source_of(stream, self._ranks, self._seed)
+            return sources.source_of(stream, self._ranks, self._seed)
         if dataset is None:
-            return OwnSource(RepeatedBatches(partial(_refuse_missing, f"{name}_dataset")), None)
+            return sources.OwnSource(RepeatedBatches(partial(_refuse_missing, f"{name}_dataset")), None)
         if datasets.is_divided(dataset):
             passes, num_global = self._passes_of(name), self._num_global or world.size
             sharding = operator._raysgd.data.sharding
-            return TFDividedSource(passes, sharding, world, pads=training, num_global=num_global, seed=self._seed)
-        return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
+            return sources.TFDividedSource(
+                passes, sharding, world, pads=training, num_global=num_global, seed=self._seed
+            )
+        return sources.OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_rank(self, world: World) -> None:
         """Reshard the remaining data of the pass after this replica has joined another group.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from raysgd.core.numbers.meters import AverageMeterCollection
 from raysgd.core.numbers.timing import USEFUL
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.data import call_data
+from raysgd.tf.data import sources
 from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.tf_feed import FitFeed, TFFeed
 from raysgd.tf.objects import datasets, registration
@@ -174,18 +173,6 @@ def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
         variable.assign(np.array(variable.numpy()) + np.uint32(rank))
 
 
-def random_states() -> Any:
-    """Return the states of NumPy's and Python's global random generators."""
-    return np.random.get_state(), random.getstate()
-
-
-def restore_random_states(states: Any) -> None:
-    """Restore the states of NumPy's and Python's global random generators."""
-    of_numpy, of_python = states
-    np.random.set_state(of_numpy)
-    random.setstate(of_python)
-
-
 def seeds_of(models: Sequence[Any]) -> list[Any]:
     """Return the variables in which Keras 3 layers store random seeds: all variables that are not weights."""
     known = {id(variable) for model in models for variable in registration.weights_of(model)}
@@ -221,7 +208,7 @@ class TFHostedOperator(hosted.HostedOperator):
     parts: KerasParts
     state: KerasState
     feed: TFFeed
-    as_array = staticmethod(call_data.plain)
+    as_array = staticmethod(sources.plain)
 
     def __init__(self, settings: TFSettings, world: World, ledger: Ledger) -> None:
         self._num_workers = settings.num_workers or world.size
@@ -393,7 +380,7 @@ class TFHostedOperator(hosted.HostedOperator):
             restore_random_states(drawn)
 
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
-        return call_data.batches_to_predict(work)
+        return sources.batches_to_predict(work)
 
 
 def refuse_stateful(models: Iterable[Any]) -> None:

@@ -190,17 +190,14 @@ def check_can_be_divided(name: str, data: Any) -> None:
     Raises:
         TypeError: `data` contains an object that is neither a dataset nor an array.
     """
-    kinds = sorted({f"`{type(leaf).__name__}`" for leaf in _leaves(data) if not _is_array_or_dataset(leaf)})
+    others = [leaf for leaf in _leaves(data) if leaf is not None and not hasattr(leaf, "shape")]
+    kinds = sorted({f"`{type(leaf).__name__}`" for leaf in others if not hasattr(leaf, "element_spec")})
     if kinds:
         raise TypeError(
             f"`{name}` is made of {', '.join(kinds)}: need a `tf.data.Dataset` of batches, or arrays in a tuple "
             "`(x, y)` or `(x, y, sample_weight)`, so that the workers can divide it. Make a dataset of anything else "
             "with `tf.data.Dataset.from_generator`, in `data_creator`."
         )
-
-
-def _is_array_or_dataset(leaf: Any) -> bool:
-    return leaf is None or any(hasattr(leaf, name) for name in ("shape", "element_spec"))
 
 
 def _leaves(data: Any) -> Iterator[Any]:

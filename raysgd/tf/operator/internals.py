@@ -10,7 +10,7 @@ from raysgd.core.arguments import check_seed
 from raysgd.core.arrays.user_data import RayLoader
 from raysgd.core.engine.shared.types import World
 from raysgd.streams.source import StreamData
-from raysgd.tf.data.call_data import inputs
+from raysgd.tf.data.sources import inputs
 from raysgd.tf.fit import FitStream
 from raysgd.tf.objects.datasets import Sharding, num_samples
 from raysgd.tf.parallel.global_metrics import merged
@@ -178,9 +178,4 @@ class TFInternals(Internals):
 
     def values_and_weight(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
         values, weight = super().values_and_weight(metrics, method)
-        return {name: _number(value) for name, value in values.items()}, weight
-
-
-def _number(value: Any) -> Any:
-    """Convert a tensor to a NumPy value. Return any other value unchanged."""
-    return value.numpy() if hasattr(value, "numpy") else value
+        return {name: value.numpy() if hasattr(value, "numpy") else value for name, value in values.items()}, weight

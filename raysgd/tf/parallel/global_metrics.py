@@ -172,7 +172,8 @@ def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
 
     After the block, they have this rank's values again.
     """
-    variables = [] if group.size == 1 else _variables_of(metrics)
+    by_id = {id(variable): variable for metric in metrics for variable in metric.variables}
+    variables = list(by_id.values()) if group.size > 1 else []
     if not variables:
         yield
         return
@@ -245,11 +246,6 @@ def _assigned(variable: Any, value: Any) -> Any:
             variable = tf.Variable(tf.zeros(value.shape, value.dtype), trainable=False)
     variable.assign(value)
     return variable
-
-
-def _variables_of(metrics: Sequence[Any]) -> list[Any]:
-    """Return the metrics' variables without duplicates."""
-    return list({id(variable): variable for metric in metrics for variable in metric.variables}.values())
 
 
 def _values(variables: Sequence[Any]) -> list[Array]:

@@ -45,16 +45,7 @@ def check_place(num_workers: int, use_local: Any) -> None:
     Raises:
         ValueError: The workers cannot communicate.
     """
-    if use_local:
-        _check_use_local(num_workers)
-    if num_workers > 1 and not torch.distributed.is_available():
-        raise ValueError(
-            f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`, so it can use only 1."
-        )
-
-
-def _check_use_local(num_workers: int) -> None:
-    if num_workers > 1:
+    if use_local and num_workers > 1:
         from raysgd.core.cluster.ray_cluster import is_ray_client
 
         if is_ray_client():
@@ -66,6 +57,10 @@ def _check_use_local(num_workers: int) -> None:
             logger.warning(
                 "`use_local=True`: rank 0 shares this process, and its view of CUDA devices, with your program"
             )
+    if num_workers > 1 and not torch.distributed.is_available():
+        raise ValueError(
+            f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`, so it can use only 1."
+        )
 
 
 _once = Once()
@@ -441,9 +436,6 @@ def _refuse_first(*obstacles: tuple[bool, str]) -> None:
             raise ValueError(message)
 
 
-_CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_creator", "loss_creator")
-
-
 def refuse_other_name(given: Mapping[str, Any]) -> None:
     """Raise if the user passed the operator class under another name than `training_operator_cls`.
 
@@ -458,20 +450,14 @@ def refuse_other_name(given: Mapping[str, Any]) -> None:
             raise TypeError(f"`TorchTrainer` does not know `{name}`: write `training_operator_cls={value.__name__}`.")
 
 
-def take_creators(given: dict[str, Any]) -> None:
-    """Remove creator functions, which `TorchTrainer` accepted in older versions, from the keyword arguments in `given`.
-
-    Raises:
-        RemovedNameError: A creator function was passed.
-    """
-    if any([given.pop(name, None) for name in _CREATORS]):
-        raise RemovedNameError(
-            "Creator functions are no longer arguments of `TorchTrainer`: make an operator class from them with "
-            "`TrainingOperator.from_creators(...)` and pass it as `training_operator_cls`. `raysgd migrate` does so."
-        )
-
-
+_CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_creator", "loss_creator")
+_MAY_BE_EMPTY = ("data_loader_args", "dataloader_config", *_CREATORS)
 _FORMER = {
+    **dict.fromkeys(
+        _CREATORS,
+        "make an operator class from your creator functions with `TrainingOperator.from_creators(...)` and pass it as "
+        "`training_operator_cls`. `raysgd migrate` does so",
+    ),
     "num_replicas": "use `num_workers`",
     "batch_size": f"put the batch size of all workers into `config` under `raysgd.utils.BATCH_SIZE` ({BATCH_SIZE!r})",
     "apex_args": "pass it to `TrainingOperator.register`",
@@ -483,12 +469,12 @@ _FORMER = {
 """Arguments of older versions, with what to do instead."""
 
 
-def take_others(given: dict[str, Any]) -> Any:
-    """Remove arguments of older versions, except creator functions, from the keyword arguments in `given`.
+def take_former(given: dict[str, Any]) -> Any:
+    """Remove arguments of older versions from the keyword arguments in `given`.
 
     Raises:
-        RemovedNameError: One of these arguments is not None. Two cases are allowed: `serialize_data_creation`, and an
-            empty dict of options for data loaders.
+        RemovedNameError: One of these arguments is not None. Three cases are allowed: `serialize_data_creation`, an
+            empty dict of options for data loaders, and False as a creator function.
 
     Returns:
         The value of `serialize_data_creation`, which the trainer accepts for compatibility and ignores. None if the
@@ -496,7 +482,7 @@ def take_others(given: dict[str, Any]) -> Any:
     """
     for name, instead in _FORMER.items():
         value = given.pop(name, None)
-        if value is not None and (value or name not in ("data_loader_args", "dataloader_config")):
+        if value is not None and (value or name not in _MAY_BE_EMPTY):
             raise RemovedNameError(f"`{name}` is no longer an argument of `TorchTrainer`: {instead}.")
     serialize_data_creation = given.pop("serialize_data_creation", None)
     if serialize_data_creation is True:

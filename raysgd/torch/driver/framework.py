@@ -23,20 +23,18 @@ from raysgd.core.connections.torch import TorchConnection, variables_of_nccl
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import World
-from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
-from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer, stored_later
+from raysgd.core.engine.snapshots import Snapshot, own_states
+from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.history.history import Kind
 from raysgd.core.numbers.results import CallProgress
 from raysgd.core.state.state_codec import EncodedState, decode, lend
-from raysgd.core.state.strict_reading import corrupted
 from raysgd.core.text.log_lines import errors_printable, printable_lines
-from raysgd.exceptions import UnevenStepsError, WorkersLostError
+from raysgd.exceptions import UnevenStepsError
 from raysgd.storage import files
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.torch import constants
 from raysgd.torch.checkpoints import checkpoint_file, divided, weights_file
-from raysgd.torch.checkpoints.checkpoint_file import StateInFile
 from raysgd.torch.checkpoints.divided import StateInFolder
 from raysgd.torch.data import call_data
 from raysgd.torch.driver import arguments
@@ -73,7 +71,8 @@ def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
 
     def show(progress: CallProgress) -> None:
         values = {"loss": f"{progress.loss:.4g}"} if progress.loss is not None else {}
-        newest[:] = [(_label(progress), progress.num_steps, progress.total, values)]
+        epochs = f"/{progress.num_epochs}" if progress.num_epochs else ""
+        newest[:] = [(f"{progress.epoch_idx + 1}{epochs}e", progress.num_steps, progress.total, values)]
         if is_drawn:
             bar.draw(*newest[0])
 
@@ -83,11 +82,6 @@ def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
         bar.clear()
     if newest and not is_drawn:
         bar.progress(*newest[0])
-
-
-def _label(progress: CallProgress) -> str:
-    epochs = f"/{progress.num_epochs}" if progress.num_epochs else ""
-    return f"{progress.epoch_idx + 1}{epochs}e"
 
 
 class TorchFramework(Framework):
@@ -100,7 +94,7 @@ class TorchFramework(Framework):
 
     runner_cls = TorchRunner
     shard_advice = "pass `add_dist_sampler=False`"
-    leaves_epochs = runs_worker_callbacks = True
+    acts_between_steps = True
 
     def __init__(self, group: GroupSettings, settings: TorchSettings) -> None:
         timeouts = {"timeout_s": group.timeout_s, "form_timeout_s": group.recovery.form_timeout_s}
@@ -154,7 +148,13 @@ class TorchFramework(Framework):
     def check_answers(self, life: TrainerLife, kind: Kind, answers: Sequence[EpochAnswer], num_steps: Any) -> None:
         if kind == "train" and life.facts.is_synchronous:
             check_alike(answers)
-        warn_of_nothing(kind, answers, num_steps)
+        counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
+        if num_steps != 0 and counts == {0}:
+            logger.warning(
+                "the %s data has no batches: it is empty, or `drop_last` removed its only batch, or it is an iterator "
+                "that was already exhausted",
+                kind,
+            )
 
     def after_evaluation(self, life: TrainerLife) -> None:
         # Evaluation may have changed the states of the workers' random number generators. `save` must write the new
@@ -181,7 +181,15 @@ class TorchFramework(Framework):
         load_state(life.controller, state)
 
     def load_snapshot(self, life: TrainerLife, snapshot: Snapshot) -> None:
-        load_snapshot(life.controller, snapshot)
+        controller, shared = life.controller, snapshot.shared_state
+        _check_parts(divided.outline(shared), life.facts)
+        if controller.ensure_group().is_driver_only:
+            _restore_here(controller, divided.whole(shared, copy=False), snapshot.rank_states)
+            return
+        if isinstance(shared, DividedValue) and not life.facts.is_sharded:
+            lent = lend(divided.whole(shared, copy=False))
+            snapshot = replace(snapshot, shared_state=lent, reference=None)
+        load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
 
 
 def step_schedulers(life: TrainerLife, function: Callable[..., Any], value: Any) -> None:
@@ -212,23 +220,6 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
     check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, REASONS_OF_TORCH)
 
 
-def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
-    """Warn if no worker got a batch, for example because the data is empty.
-
-    Args:
-        name: Name of the data in the warning: "train" or "validation".
-        answers: The workers' results.
-        num_steps: Number of steps that the user requested; None for the whole epoch. With 0, there is no warning.
-    """
-    counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
-    if num_steps != 0 and counts == {0}:
-        logger.warning(
-            "the %s data has no batches: it is empty, or `drop_last` removed its only batch, or it is an iterator "
-            "that was already exhausted",
-            name,
-        )
-
-
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
 """Names of the parts of a checkpoint that `load(parts=...)` accepts."""
 
@@ -236,44 +227,36 @@ _WEIGHTS = ("models",)
 
 Shape = tuple[int, ...]
 
-StateToLoad = tuple[dict[str, Any], tuple[Any, ...], bool]
-"""A state to load: the state that all ranks share, the separate state of each rank, and a flag.
 
-The flag is True if the state comes from a file and the second item has a state for each rank of the current worker
-group. The loaded state is then the complete state of the workers, and recovery can restart from it.
-"""
-
-
-def load_state(controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None) -> None:
+def load_state(
+    controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None, *, is_file: bool = False
+) -> None:
     """Load a state of the trainer into all workers.
 
     Args:
         controller: Controller of the workers.
-        state: State to load, from the trainer's `state_dict` or from `_merged`.
+        state: State to load, from the trainer's `state_dict`, from `_merged` or from a file.
         held: Exit stack that keeps a file open, if the state's tensors are memory-mapped from the file. It is closed
-            once the state is in Ray's object store.
+            once the state is in Ray's object store. Closing raises if another process wrote to the file in the
+            meantime.
+        is_file: True if `state` is the whole content of a file.
 
     Raises:
         ValueError: The state does not fit the registered objects. The workers are unchanged.
     """
-    _load(controller, _checked(controller, state, is_file=False), held)
-
-
-def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
-    """Load another trainer's snapshot into all workers of this trainer. The snapshot is not changed.
-
-    Raises:
-        ValueError: The snapshot does not fit the registered objects. The workers are unchanged.
-    """
-    shared = snapshot.shared_state
-    _check_parts(divided.outline(shared), controller.facts[0])
+    whole, rank_states, is_complete = _checked(controller, state, is_file)
     if controller.ensure_group().is_driver_only:
-        _load(controller, (divided.whole(shared, copy=False), snapshot.rank_states, False))
+        _restore_here(controller, whole, rank_states)
         return
-    if isinstance(shared, DividedValue) and not controller.facts[0].is_sharded:
-        lent = lend(divided.whole(shared, copy=False))
-        snapshot = replace(snapshot, shared_state=lent, reference=None)
-    load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
+    stored = controller.ensure_group().store(lend(whole))
+    if held is not None:
+        held.close()
+    load_into_all(controller, TorchRunner.restore, stored, rank_states, is_complete)
+
+
+def _restore_here(controller: ElasticController, whole: Any, rank_states: tuple[Any, ...]) -> None:
+    """Load a state into the only worker, which is the driver."""
+    controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
 
 
 def _load_folder(controller: ElasticController, path: str, weights_only: bool) -> None:
@@ -284,14 +267,21 @@ def _load_folder(controller: ElasticController, path: str, weights_only: bool) -
     """
     folder = divided.open_folder(path, weights_only)
     if not controller.facts[0].is_sharded:
-        _load(controller, _checked(controller, folder.read_whole(), is_file=True))
+        load_state(controller, folder.read_whole(), is_file=True)
         return
     _, rank_states, _ = _checked(controller, folder.outline(), is_file=True)
     place = StateInFolder(os.path.realpath(path), weights_only)
     load_into_all(controller, TorchRunner.restore, place, rank_states, is_complete=False)
 
 
-def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool) -> StateToLoad:
+def _checked(
+    controller: ElasticController, state: dict[str, Any], is_file: bool
+) -> tuple[dict[str, Any], tuple[Any, ...], bool]:
+    """Check a state to load. Return what all ranks share, the separate state of each rank, and a flag.
+
+    The flag is True if the state comes from a file with a state for each rank of the current worker group. The loaded
+    state is then the complete state of the workers, and recovery can restart from it.
+    """
     _check_parts(state, controller.facts[0])
     check_progress(state["epoch"], state.get(RESUME))
     resume = dict(checkpoint_file.as_in_file(state).get(RESUME) or {})
@@ -299,80 +289,6 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     # The last value is True if the same number of ranks saved the file. The file then has the random states of each
     # current rank, so the workers' state equals the state in the file once it is loaded.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
-
-
-def _load(controller: ElasticController, content: StateToLoad, held: ExitStack | None = None) -> None:
-    """Load a state into all workers.
-
-    Args:
-        controller: Controller of the workers.
-        content: State to load.
-        held: Exit stack that keeps a file open, if the state's tensors are memory-mapped from the file. It is closed
-            once the state is in Ray's object store. Closing raises if another process wrote to the file in the
-            meantime.
-    """
-    whole, rank_states, is_complete = content
-    if controller.ensure_group().is_driver_only:
-        controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
-        return
-    stored = controller.ensure_group().store(lend(whole))
-    if held is not None:
-        held.close()
-    load_into_all(controller, TorchRunner.restore, stored, rank_states, is_complete)
-
-
-def _load_by_mapping(
-    controller: ElasticController, content: StateToLoad, reference: StateInFile, held: ExitStack, name: str
-) -> bool:
-    """Let each worker map a file and copy the state from it. The driver's copy for recovery is made afterwards.
-
-    Args:
-        controller: Controller of the workers.
-        content: State in the file.
-        reference: Reference to the file, for the workers.
-        held: Exit stack that keeps the file open. It is emptied if the state was loaded.
-        name: Name of the file in errors.
-
-    Returns:
-        True if the state was loaded. False if nothing has changed and the driver must send the state to the workers,
-        for example because they are on other nodes.
-    """
-    whole, rank_states, is_complete = content
-    group = controller.ensure_group()
-    if not is_complete or group.is_driver_only or not group.is_on_one_node:
-        return False
-
-    def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
-        return [(reference, own) for own in own_states(rank_states, len(worlds))]
-
-    def check(values: Sequence[bool | None]) -> None:
-        """Raise if the loaded state may be damaged, or if only some workers have loaded it.
-
-        New workers then restore the earlier state.
-        """
-        if False in values:
-            raise corrupted(name, "it was written to while it was read")
-        if None in values and any(values):
-            raise WorkersLostError(f"Only some workers see the file `{name}`.")
-
-    with controller.turns.take_turn():  # another thread's call must not come between loading and `adopt_coming`
-        values = controller.run(Call(TorchRunner.restore_from_file, arguments, keeps_alike=True, check=check))
-        if None in values:
-            return False
-        copied = _copied_later(controller, whole, held.pop_all())
-        controller.snapshots.adopt_coming(NewestSnapshot(transfer=copied, rank_states=rank_states))
-    return True
-
-
-def _copied_later(controller: ElasticController, whole: dict[str, Any], held: ExitStack) -> Transfer:
-    """Start a thread that copies a state from its mapped file to the object store. Return the transfer."""
-    group = controller.ensure_group()
-
-    def copy() -> SharedValue:
-        with held:  # closing the file raises if another process has written to it
-            return group.store(lend(whole))
-
-    return stored_later(controller.threads.start(copy, "raysgd-store"))
 
 
 def _checked_rank_states(states: Any) -> tuple[Any, ...]:
@@ -501,11 +417,8 @@ def load(
             state, report = _merged(life.snapshot(), saved, parts, strict)
             load_state(controller, state, held)
         else:
-            opened = checkpoint_file.mapped(path, weights_only=weights_only, name=name)
-            state, reference = held.enter_context(opened)
-            content = _checked(controller, state, is_file=True)
-            if reference is None or not _load_by_mapping(controller, content, reference, held, name):
-                _load(controller, content, held)
+            state = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
+            load_state(controller, state, held, is_file=True)
     life.saves.note_file(name)
     return report
 
@@ -585,7 +498,7 @@ def _read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str
         return divided.open_folder(path, weights_only).read_whole()
     if weights_file.is_weights_file(path):
         return weights_file.read(path, name)
-    return held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))[0]
+    return held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
 
 
 def _merged(

@@ -260,8 +260,15 @@ class TrainerCalls:
             num_samples += 0 if answer.heartbeat is None else answer.heartbeat.num_samples
         figures.samples_per_s = num_samples / (time.perf_counter() - began) or None
         figures.report()
-        if any(event.kind == "continued" for event in events[num_events:]):
-            _tell_what_is_measured(num_samples, max(each.num_used for each in answers))
+        # 0 samples if the user's own training loop does not count them.
+        is_continued = any(event.kind == "continued" for event in events[num_events:])
+        if is_continued and 0 < num_samples < (num_used := max(each.num_used for each in answers)):
+            logger.warning(
+                "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
+                "metrics was lost with them. The training did use their samples",
+                num_samples,
+                num_used,
+            )
         return answers
 
     def _warn_of_nan(self, result: Any) -> None:
@@ -441,22 +448,6 @@ class TrainerCalls:
 
         validate = self.life.framework.runner_cls.validate_on_loan
         return lambda on_wait: [controller.run_on_spare(loan, validate, make_args, on_wait)]
-
-
-def _tell_what_is_measured(num_samples: int, num_used: int) -> None:
-    """Warn if the metrics of a call do not cover all of its samples, because workers were lost during the call.
-
-    Args:
-        num_samples: Number of samples that the metrics cover. 0 if the user's own training loop does not count samples.
-        num_used: Number of samples that the workers have trained on.
-    """
-    if 0 < num_samples < num_used:
-        logger.warning(
-            "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
-            "metrics was lost with them. The training did use their samples",
-            num_samples,
-            num_used,
-        )
 
 
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:

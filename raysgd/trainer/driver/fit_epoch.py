@@ -118,6 +118,7 @@ class EpochResults:
 
     Attributes:
         current: The last epoch that has been trained, or None if this run has not completed one yet.
+        awaited: The epoch that waits for the metrics of its validation, which runs concurrently with training, or None.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class EpochResults:
         self._seen = self._life.recorder.history.extent
         self._num_events = len(self._life.recorder.history.events)
         self._lacks_data = False
-        self._awaited: TrainedEpoch | None = None
+        self.awaited: TrainedEpoch | None = None
         self.current: TrainedEpoch | None = None
 
     # ------------------------------------------------------------------------------------------------------ the rows
@@ -226,17 +227,12 @@ class EpochResults:
         """True if this run can validate its epochs on spare workers, while the other workers train."""
         return self.validates and self._trainer.validates_beside
 
-    @property
-    def awaits_validation(self) -> bool:
-        """True if an epoch waits for the metrics of its validation, which runs concurrently with training."""
-        return self._awaited is not None
-
     def validate(self, epoch: TrainedEpoch) -> None:
         """Validate after an epoch. If validation runs concurrently with training, only start the validation."""
         trainer, dataset = self._trainer, self._dataset
         if self._run.validates_beside:
             epoch.handle = trainer.begin_validation(epoch_options(None), dataset, True, epoch.ended.append)
-            self._awaited = epoch
+            self.awaited = epoch
             return
         # Validate on all data from the start, even if a callback has just validated on its first few batches.
         whole = replace(epoch_options(None), starts_over=True)
@@ -274,10 +270,10 @@ class EpochResults:
         Returns:
             True if the validation metrics have changed the training state, through a learning rate scheduler.
         """
-        epoch, changes_state, validated = self._awaited, False, {}
+        epoch, changes_state, validated = self.awaited, False, {}
         if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
             return False
-        self._awaited = None
+        self.awaited = None
         with self._life.figures.accounts.waiting_for_validation(), self._noting_lack_of_data():
             try:
                 validated = epoch.handle.result()
@@ -317,14 +313,6 @@ class StepMetricsReader:
         self._controller, self._tell = controller, tell
         self._last_step, self._asked_at = 0, 0.0
 
-    def __call__(self, is_done: bool) -> None:
-        if is_done or time.monotonic() > self._asked_at + _ASK_FOR_STEPS_S:
-            self._ask(is_done)
-
-    def tell_rest(self) -> None:
-        """Report the metrics that have not been reported yet, up to the step where the training call stopped."""
-        self._ask(is_done=True)
-
     def open(self) -> tuple[tuple[int, MetricSummary], ...]:
         """Return the metrics that each rank has measured since they were last averaged over all ranks and reported.
 
@@ -339,7 +327,10 @@ class StepMetricsReader:
             )
         return tuple(metrics)
 
-    def _ask(self, is_done: bool) -> None:
+    def __call__(self, is_done: bool) -> None:
+        """Report the metrics that have not been reported yet, if it is time, or if the training call has stopped."""
+        if not is_done and time.monotonic() <= self._asked_at + _ASK_FOR_STEPS_S:
+            return
         by_rank: list[Mapping[int, MetricSummary]]
         group = self._controller.ensure_group()
         by_rank, failure = ask_all(group, summaries_of_steps, self._last_step, are_last=is_done)
@@ -391,14 +382,15 @@ class StepReports:
     ) -> None:
         self._life, self._run, self._is_taken_over = life, run, is_taken_over
         self._worker_callbacks = [*worker_callbacks]
-        self.listeners: list[Listener] = [calls.progress] if calls.wants("on_progress") else []
+        tell_progress = partial(calls.tell_inside, "on_progress")
+        self.listeners: list[Listener] = [tell_progress] if calls.wants("on_progress") else []
         self.readers: list[StepReader] = []
         self._steps: StepMetricsReader | None = None
         self._step_metrics: StepMetrics | None = None
-        if log_every_n_steps and life.framework.runs_worker_callbacks and calls.wants("on_step_metrics"):
+        if log_every_n_steps and life.framework.acts_between_steps and calls.wants("on_step_metrics"):
             self._step_metrics = StepMetrics(log_every_n_steps)
             self._worker_callbacks.append(self._step_metrics)
-            self._steps = StepMetricsReader(life.controller, calls.step_metrics)
+            self._steps = StepMetricsReader(life.controller, partial(calls.tell_inside, "on_step_metrics"))
             self.readers.append(self._steps)
         self.journal = None if journal is None else self._open_journal(journal)
 
@@ -408,7 +400,7 @@ class StepReports:
         Return None if the workers cannot call callbacks around their steps.
         """
         run, life = self._run, self._life
-        if not life.framework.runs_worker_callbacks:
+        if not life.framework.acts_between_steps:
             return None
         from raysgd.journal.keeper import JournalKeeper, header_of  # imported here: not needed without a folder
 
@@ -433,7 +425,7 @@ class StepReports:
         """
         for callback in self._worker_callbacks:
             name = type(callback).__name__
-            if not self._life.framework.runs_worker_callbacks:
+            if not self._life.framework.acts_between_steps:
                 raise TypeError(
                     f"`{name}` runs in the workers, around each step, which `{type(self._run.trainer).__name__}` "
                     "cannot do: leave it out, or train with `TorchTrainer`."
@@ -467,7 +459,7 @@ class StepReports:
     def fetch(self) -> None:
         """Fetch the reports on steps that the driver lacks. Called after the workers have stopped between two steps."""
         if self._steps is not None:
-            self._steps.tell_rest()
+            self._steps(is_done=True)
         if self.journal is not None:
             self.journal.fetch()
 

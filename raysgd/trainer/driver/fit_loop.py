@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from raysgd.callbacks.callback import Callback, Run
@@ -19,7 +18,6 @@ from raysgd.callbacks.progress import ProgressBar, is_watched
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, place_of
 from raysgd.callbacks.sidecar import location as sidecar_location
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.interface import Call
 from raysgd.core.files import check_path, make_folder
 from raysgd.core.text.log_lines import errors_printable
 from raysgd.core.text.tracebacks import hides_library_frames
@@ -191,7 +189,7 @@ class FitRun:
         else:
             is_new = options.resume_from is None
             if options.epochs is not None:
-                self._run.epochs = options.epochs + (self._epochs_done() if is_new else 0)
+                self._run.epochs = options.epochs + (self._life.of_first("epochs_done") if is_new else 0)
             if options.max_steps is not None:
                 self._max_step = options.max_steps + (self._global_step() if is_new else 0)
         finds = self._left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
@@ -220,7 +218,7 @@ class FitRun:
             ValueError: The workers cannot pause inside epochs, or have nothing to validate on there.
         """
         options, obstacle = self._options, self._life.facts.epoch_obstacle
-        if not self._life.framework.leaves_epochs:
+        if not self._life.framework.acts_between_steps:
             obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
         if options.dataset is not None:
             obstacle = "a file does not hold the place in the `dataset` of a call"
@@ -241,10 +239,10 @@ class FitRun:
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
         leaving = self._leaving
+        leaving.begin()
         try:
             with (
                 leaving.listening(partial(setattr, self._life.controller, "is_ending")),
-                self._ending_afterwards(),
                 self._owning_folders(),
                 self._reports.in_workers(),
             ):
@@ -253,6 +251,8 @@ class FitRun:
             if leaving.signal is not None:
                 leaving.end_program_soon(self.newest)
             raise
+        finally:  # the trainer's next run can continue an unfinished epoch
+            self._life.begun_epoch = None if self._is_lost else self._begun
         if leaving.signal is not None:  # it came too late to be seen in `_rows`, for example in `on_run_end`
             leaving.end_program(self.newest)
 
@@ -309,18 +309,6 @@ class FitRun:
         return self._max_step is None or self._global_step() < self._max_step
 
     # ------------------------------------------------------------------------------------------------ stopped early
-
-    @contextmanager
-    def _ending_afterwards(self) -> Iterator[None]:
-        """After the block, store an unfinished epoch in the trainer, so that its next run can continue that epoch.
-
-        Before the block, start to measure `max_time`.
-        """
-        self._leaving.begin()
-        try:
-            yield
-        finally:
-            self._life.begun_epoch = None if self._is_lost else self._begun
 
     def _leave(self) -> None:
         """If the run stops early, let the callbacks save the training state. If a signal came, then end the program.
@@ -422,7 +410,7 @@ class FitRun:
             self._results.finish_validation(waits=False)
         finally:
             self._calls.tell("on_epoch_trained")
-        if self._results.awaits_validation:
+        if self._results.awaited is not None:
             self._save_again(self._results.finish_validation())
         if self._results.is_due(run.epoch) and run.validates_beside:
             self._results.validate(epoch)
@@ -438,7 +426,7 @@ class FitRun:
 
         Return the training call's result. Return None if the run stops inside the epoch.
         """
-        can_leave, options = self._life.framework.leaves_epochs, epoch_options(None, info=info)
+        can_leave, options = self._life.framework.acts_between_steps, epoch_options(None, info=info)
         asks = self._asks if can_leave and (self._leaving.may_come or self._pauses is not None) else None
         self._has_left = self._begun is not None and self._begun.owes_validation and not self._pause()
         while not self._has_left:
@@ -560,13 +548,7 @@ class FitRun:
         """Return how many batches each worker has trained on over all epochs. Called while workers are idle."""
         if self._known_step is not None:
             return self._known_step
-        step: list[int] = self._life.controller.run(Call(attrgetter("operator.global_step"), rank=0))
-        return step[0]
-
-    def _epochs_done(self) -> int:
-        """Return how many epochs the workers have completed. Called while workers are idle."""
-        done: list[int] = self._life.controller.run(Call(attrgetter("epochs_done"), rank=0))
-        return done[0]
+        return int(self._life.of_first("operator.global_step"))
 
     # ------------------------------------------------------------------------------------------- saved and resumed
 
@@ -685,7 +667,7 @@ class FitRun:
             elif self._begun_before is not None and self._begun_before.global_step == self._global_step():
                 self._go_on_inside(self._begun_before)
             is_inside = self._begun is not None and not self._begun.is_exhausted
-            self._run.epoch = self._epochs_done() - (self._begun is not None and not is_inside)
+            self._run.epoch = self._life.of_first("epochs_done") - (self._begun is not None and not is_inside)
             if location is not None:
                 if resume_from == AUTO:  # otherwise the program itself names the file
                     more = _more_batches(self._begun.num_steps if self._begun is not None and is_inside else 0)

@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.callbacks.sidecar import Sidecar
@@ -91,8 +92,8 @@ class Framework(ABC):
             a snapshot.
         renews_survivors: True if workers that survive a failure can load a snapshot in their processes, instead of in
             new ones.
-        leaves_epochs: True if a run can stop after any step of an epoch, and later continue there.
-        runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
+        acts_between_steps: True if the workers can call worker callbacks around their steps, and a run can stop after
+            any step of an epoch, and later continue there.
     """
 
     runner_cls: type[ClassRunner]
@@ -101,8 +102,7 @@ class Framework(ABC):
     shard_advice: str
     keeps_survivors = True
     renews_survivors = False
-    leaves_epochs = False
-    runs_worker_callbacks = False
+    acts_between_steps = False
 
     def to_send(self, settings: Any) -> Any:
         """Return settings in a form that can be pickled and sent to other processes."""
@@ -584,6 +584,10 @@ class TrainerLife:
             **options: Further arguments of the `Call` that the workers run.
         """
         return self.controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
+
+    def of_first(self, name: str) -> Any:
+        """Return an attribute of the replica of rank 0, such as "epochs_done". Called while workers are idle."""
+        return self.controller.run(Call(attrgetter(name), rank=0))[0]
 
     def snapshot(self) -> Snapshot:
         """Return a snapshot, a copy of the current training state, when it has arrived in the driver."""

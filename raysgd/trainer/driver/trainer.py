@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +29,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.core.cluster.keeper import Keeper
 from raysgd.core.config_keys import BATCH_SIZE
-from raysgd.core.engine.shared.interface import Call, CallHandle
+from raysgd.core.engine.shared.interface import CallHandle
 from raysgd.core.history import readable
 from raysgd.core.history.history import History
 from raysgd.core.history.status import TrainerStatus
@@ -119,9 +118,8 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         """
         assert self._left_file is not None, "it has a folder"
         self.save(self._left_file)
-        [epoch] = self._life.controller.run(Call(attrgetter("epochs_done"), rank=0))
         self.history.stop_reason = reason
-        Sidecars().write(self._left_file, Sidecar(epoch, self.history))
+        Sidecars().write(self._left_file, Sidecar(self._life.of_first("epochs_done"), self.history))
 
     @overload
     def train(

@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.data import Arrays
 from raysgd.tf import TFTrainer
-from raysgd.tf.data import call_data
+from raysgd.tf.data import sources
 from tests.tf.models import Line, make_data, make_model, samples
 
 X, Y = samples(21)
@@ -69,7 +69,7 @@ def test_float64_becomes_what_keras_computes_with(kind: str) -> None:
 
     rows = np.random.default_rng(1).standard_normal((7, 4))
     before = tf.keras.backend.floatx()
-    share = call_data.call_data_of(Arrays((rows, rows[:, 0]), batch_size=4), {}, 1, travels=True)
+    share = sources.call_data_of(Arrays((rows, rows[:, 0]), batch_size=4), {}, 1, travels=True)
     assert share is not None
     try:
         with TFTrainer(make, make_data, use_local=True, config={"num_samples": 8}) as trainer:
@@ -78,7 +78,7 @@ def test_float64_becomes_what_keras_computes_with(kind: str) -> None:
                 found = trainer.predict(data)
                 values = found["prediction"].to_numpy() if isinstance(data, pd.DataFrame) else found[:, 0]
                 np.testing.assert_allclose(values, expected[:, 0], atol=1e-12 if kind == "float64" else 1e-6)
-            batch = next(iter(call_data.batches_of(share, is_distributed=False)))
+            batch = next(iter(sources.batches_of(share, is_distributed=False)))
             assert {part.dtype.name for part in batch} == {kind}
     finally:
         tf.keras.backend.set_floatx(before)

@@ -16,7 +16,7 @@ from raysgd.core.arrays.division import PlannedBatch, plan_of
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.data import IterableStream
 from raysgd.exceptions import StreamError
-from raysgd.tf.data.dataset_streams import (
+from raysgd.tf.data.sources import (
     OwnSource,
     Passes,
     TFCursor,

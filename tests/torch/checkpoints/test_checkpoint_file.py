@@ -338,7 +338,7 @@ class TestMapped:
     def test_tensors_lie_in_the_file_inside_the_block(self, tmp_path: Path) -> None:
         state = training_state(width=300)
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as (found, _):
+        with mapped(tmp_path / "last.pt") as found:
             assert num_mappings_of(tmp_path / "last.pt")
             assert_same(found["models"], state["models"])
             assert_same(found["optimizers"], state["optimizers"])
@@ -348,14 +348,14 @@ class TestMapped:
     def test_writing_to_a_tensor_does_not_reach_the_file(self, tmp_path: Path) -> None:
         state = training_state(width=300)
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as (found, _):
+        with mapped(tmp_path / "last.pt") as found:
             found["models"][0]["0.weight"].fill_(7)
         assert_same(read(tmp_path / "last.pt"), state)
 
     def test_a_file_that_is_replaced_meanwhile_is_read_to_its_end(self, tmp_path: Path) -> None:
         state = training_state(1, width=300)
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as (found, _):
+        with mapped(tmp_path / "last.pt") as found:
             write(tmp_path / "last.pt", training_state(2, width=300))
             assert_same(found, state)
 
@@ -375,11 +375,11 @@ class TestMapped:
         state = training_state(width=300)
         write(tmp_path / "last.pt", state)
         monkeypatch.setattr(checkpoint_file.mmap, "mmap", refuse)
-        with mapped(tmp_path / "last.pt") as (found, _):
+        with mapped(tmp_path / "last.pt") as found:
             assert not num_mappings_of(tmp_path / "last.pt")
             assert_same(found, state)
 
-    @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__()[0]])
+    @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__()])
     def test_the_name_says_nothing_about_the_format(self, tmp_path: Path, use: Callable[[Path], Any]) -> None:
         write(tmp_path / "last.safetensors", training_state(4))
         assert use(tmp_path / "last.safetensors")["epoch"] == 4
@@ -485,7 +485,7 @@ class TestOlderFiles:
         torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
         assert_same(read(tmp_path / "old.pt"), state)
         assert_same(read(tmp_path / "old.pt", weights_only=False), state)
-        with mapped(tmp_path / "old.pt") as (found, _):
+        with mapped(tmp_path / "old.pt") as found:
             assert_same(found, state)
 
     @pytest.mark.parametrize("zipped", [True, False])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from raysgd.core.state.strict_reading import DamagedFileError, check_depth
+from raysgd.torch.checkpoints.checkpoint_file import packed, unpacked
 from raysgd.torch.checkpoints.plain_state import packed, unpacked
 
 

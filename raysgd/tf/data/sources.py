@@ -1,21 +1,36 @@
 """Sources that yield a replica's batches, and the cursor that draws them.
 
-The module also converts registered `raysgd.data.Stream`s to such sources.
+Sources are made of registered datasets, of `raysgd.data.Stream`s, of Ray Data, whose batches are converted to those of
+`tf.data`, and of data that a user passes to one call, such as `trainer.validate(dataset=...)`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from raysgd.core.arrays import trees
+from raysgd.core.arrays import trees, user_data
+from raysgd.core.arrays.data_kinds import Kind
 from raysgd.core.arrays.division import BatchPlan, Division, PlannedBatch, plan_of
-from raysgd.core.arrays.user_data import BatchForm, RayBatches, RayLoader, formed, stacked
+from raysgd.core.arrays.user_data import (
+    Arrays,
+    BatchForm,
+    CallData,
+    RayBatches,
+    RayLoader,
+    RepeatedBatches,
+    as_arrays,
+    formed,
+    goes_to_all,
+    size_of,
+    stacked,
+)
 from raysgd.core.connections.group import EarlyVotes, Group
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.streams.global_reader import Numbers, StartSum
@@ -24,6 +39,18 @@ from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, chec
 from raysgd.streams.stream import Stream
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding, prepare_dataset_shard
+from raysgd.trainer.messages import prediction
+from raysgd.trainer.messages.prediction import (
+    ArrayContainer,
+    BatchRequest,
+    Found,
+    PredictionSource,
+    Rows,
+    Work,
+    num_rows_of,
+    refuse,
+    source_of_batches,
+)
 from raysgd.trainer.worker.feed import has_divided_source
 from raysgd.trainer.worker.step_loop import DataCursor
 
@@ -415,3 +442,189 @@ def spec_of(values: Any) -> Any:
 
     tensor = tf.convert_to_tensor(values)
     return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+
+
+_ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each worker"
+
+
+def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
+    """Check that a call such as `trainer.validate` can use the data that the user passed to it.
+
+    Args:
+        dataset: The data that the user passed to the call.
+        name: Name of the call's argument, for error messages.
+        with_fit: True if Keras's own loops draw the batches.
+        training: True if the call trains.
+
+    Raises:
+        TypeError: The type of `dataset` is not supported.
+        ValueError: The call trains with Keras's own `fit`, which uses only the dataset from `data_creator`.
+    """
+    if dataset is None:
+        return
+    if with_fit and training:
+        raise ValueError(
+            "`train(dataset=...)` with creators cannot work: `fit` trains on what `data_creator` returns. Pass "
+            "`training_operator_cls`, or return the dataset from `data_creator`."
+        )
+    kind = kind_of(dataset)
+    if kind is not None and (not with_fit or (goes_to_all(kind) and not isinstance(dataset, Stream))):
+        return
+    raise TypeError(
+        f"`{name}=` got `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches, arrays or a data frame, a "
+        "dataset of Ray Data, a stream, or a function `(config, batch_size)` that returns a `tf.data.Dataset`."
+    )
+
+
+def kind_of(dataset: Any) -> Kind | None:
+    """Return what kind of data a user passed to a call, such as "rows". Return None if the type is not supported."""
+    if is_dataset(dataset) or isinstance(dataset, Stream):
+        return "batches"
+    kind = user_data.kind_of(dataset)
+    # Datasets of the kind "shards" yield PyTorch tensors, which TensorFlow cannot use.
+    return None if kind == "shards" else kind
+
+
+def is_dataset(dataset: Any) -> bool:
+    """Return True for a `tf.data.Dataset`, without importing TensorFlow."""
+    tensorflow = sys.modules.get("tensorflow")
+    return tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset)
+
+
+def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool) -> CallData | None:
+    """Wrap the data that a user passed to a call, for use in the workers. Return None if its type is not supported.
+
+    Args:
+        dataset: The data that the user passed to the call.
+        config: The config of a worker's operator, which may hold the batch size.
+        seed: Seed that determines the order of shuffled arrays.
+        travels: Whether the data must be serialized, to be sent to other processes.
+
+    Raises:
+        ValueError: A dataset does not consist of batches or cannot be sent to the workers, an `Arrays` has a transform,
+            or there is no batch size.
+    """
+    kind = kind_of(dataset)
+    if kind == "rows":
+        data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
+        return CallData(kind, _dataset_maker(data, config, seed))
+    if kind != "batches":
+        return user_data.call_data_of(dataset, config)
+    if isinstance(dataset, Stream):
+        return CallData(kind, dataset)
+    datasets.check_dataset("dataset", dataset)
+    return CallData(kind, datasets.packed("dataset", dataset, _ADVICE) if travels else dataset)
+
+
+def _dataset_maker(data: Arrays, config: Mapping[str, Any], seed: int) -> Callable[[], Any]:
+    if data.transform is not None:
+        raise ValueError(
+            "`Arrays(transform=...)` with a `TFTrainer` cannot work: `tf.data` transforms in graphs. Pass a "
+            "`tf.data.Dataset` with `map`."
+        )
+    size = size_of(f"a `{type(data.data).__name__}`", data.batch_size, config)
+    rows = as_arrays(plain(data.data), in_columns=data.feature_columns is not None)
+    num_rows = num_rows_of(rows)
+    return partial(_dataset_over, rows, data.form, size, num_rows if data.shuffle else 0, data.drop_last, seed)
+
+
+def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, drop_last: bool, seed: int) -> Any:
+    """Return arrays as a `tf.data.Dataset` of batches. Called in the workers.
+
+    If `num_shuffled` is not 0, it is the size of the shuffle buffer, and the rows are reshuffled in each pass.
+    """
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices(as_batch(arrays, form))
+    rows = rows.shuffle(num_shuffled, seed=seed) if num_shuffled else rows
+    return rows.batch(size, drop_remainder=drop_last)
+
+
+def batches_of(share: CallData, is_distributed: bool) -> Any:
+    """Return the batches of the data that the user passed to a call. Called in a worker.
+
+    If every worker has received the whole data, the returned batches are not sharded yet. If the data is a `Stream`, it
+    is returned unchanged.
+
+    Raises:
+        TypeError, ValueError: A creator did not return a dataset of batches.
+        ValueError: A shuffled dataset would have a different order on each worker.
+    """
+    if share.kind == "ray":
+        return RepeatedBatches(lambda: (as_batch(arrays, share.data.form) for arrays in share.data.arrays()))
+    if share.kind == "rows":
+        return share.data()
+    dataset = share.data() if share.kind == "creator" else datasets.unpacked(share.data)
+    if isinstance(dataset, Stream):
+        return dataset
+    datasets.check_dataset("what the creator in `dataset=` returned", dataset)
+    if is_distributed and datasets.is_shuffled(dataset) and datasets.is_divided(dataset):
+        raise ValueError(
+            "`dataset=` got a shuffled `tf.data.Dataset`, which each worker would shuffle differently. Pass "
+            "`raysgd.data.Arrays(data, shuffle=True)`, or register the dataset in `setup`."
+        )
+    return dataset
+
+
+KINDS = (
+    "an array or tensor, a tuple or dict of them, a data frame, a `tf.data.Dataset` of batches, a dataset of Ray Data, "
+    "a stream, or an iterator over batches"
+)
+
+
+def source_to_predict(data: Any, asked: BatchRequest) -> Found:
+    """Return the source of the batches for a `predict` call, and the container that collects the predictions.
+
+    Raises:
+        TypeError: The type of `data` is not supported.
+        ValueError: The data is a shuffled dataset, so predictions could not be matched to rows.
+    """
+    if isinstance(data, Arrays):
+        data = replace(data, data=plain(data.data))
+    source = prediction.source_of(plain(data), asked)
+    if source is not None:
+        return source
+    if isinstance(data, Stream):
+        batches = BatchesInOrder(data, asked.size, ArrayCollate())  # plain arrays, without TensorFlow in the driver
+        return source_of_batches(batches, batches.num_batches), ArrayContainer()
+    if is_dataset(data):
+        return _of_dataset(data), ArrayContainer()
+    if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
+        raise refuse(data, KINDS)
+    given = (plain(tuple(each) if isinstance(each, list) else each) for each in data)
+    return source_of_batches(given), ArrayContainer()
+
+
+def _of_dataset(dataset: Any) -> PredictionSource:
+    datasets.check_dataset("data", dataset)
+    if datasets.is_shuffled(dataset):
+        raise ValueError(
+            "`predict` got a shuffled `tf.data.Dataset`, so you could not tell which row a result belongs to. Pass the "
+            "dataset without `shuffle`."
+        )
+    number = int(dataset.cardinality())
+    return source_of_batches(dataset.as_numpy_iterator(), number if number >= 0 else None)
+
+
+def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
+    """Yield `(batch, number of rows)` for each batch that this worker predicts in one round of a `predict` call."""
+    assert not isinstance(work, Rows), "datasets of PyTorch only"
+    return work.made(as_batch, lambda batch: trees.rows_of(next(iter(trees.leaves(batch)))[1]) or 0)
+
+
+def plain(data: Any) -> Any:
+    """Convert all tensors in nested tuples and dicts to NumPy arrays. Other objects, such as lists, stay unchanged."""
+    is_tree = isinstance(data, tuple | Mapping) or hasattr(data, "numpy")
+    return trees.mapped(data, lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf) if is_tree else data
+
+
+def inputs(batch: Any, has_target: bool) -> Any:
+    """Return only the model's inputs from a batch that may also contain targets and sample weights.
+
+    Args:
+        batch: The batch. If it is not a tuple, it contains only inputs.
+        has_target: True if the tuple's first item holds the inputs. If False, all items are inputs.
+    """
+    if not isinstance(batch, tuple):
+        return batch
+    return batch[0] if has_target or len(batch) == 1 else batch
