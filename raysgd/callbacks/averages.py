@@ -13,8 +13,6 @@ from raysgd.core import arguments as checks
 
 logger = logging.getLogger(__name__)
 
-_MAX_COUNT = 2**53
-
 Weights = list[dict[str, Any]]
 """The tensors of each model, keyed by name."""
 
@@ -202,7 +200,7 @@ class SWA(AveragedWeights):
     def _check_state(self, operator: Any, state: Any) -> None:
         super()._check_state(operator, state)
         counts = [state.get(name) for name in ("num_updates", "num_epochs")]
-        if not all(checks.is_integer(each) and 0 <= each < _MAX_COUNT for each in counts):
+        if not all(map(checks.is_saved_count, counts)):
             raise ValueError(
                 f"The state of `SWA` does not match, so nothing was loaded: its counts are {counts!r:.100}."
             )

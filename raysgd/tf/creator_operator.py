@@ -13,7 +13,7 @@ from raysgd.core.arguments import check_creator
 from raysgd.core.connections import tensorflow as connections
 from raysgd.exceptions import NoDataError
 from raysgd.tf.data.sources import lockstep_dataset
-from raysgd.tf.fit import acts_on_steps, callbacks_of_part, merger, one_part, stopper, tracker
+from raysgd.tf.fit import acts_on_steps, callbacks_of_part, merger, one_part, plain, stopper, tracker
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.objects.datasets import check_dataset, is_divided
 from raysgd.tf.parallel import global_metrics
@@ -356,13 +356,13 @@ class CreatorOperator(TrainingOperator):
 
     def _keepers(self) -> list[Any]:
         """Return the user's `ModelCheckpoint` callbacks. They are in every rank's config, but only rank 0 runs them."""
-        listed = _listed(self.config.get(_FIT_CONFIG) or {})
+        listed = listed_callbacks(self.config.get(_FIT_CONFIG) or {})
         return [
             each for each in listed if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")
         ]
 
     def _callbacks(self, options: dict[str, Any]) -> list[Any]:
-        callbacks = _listed(options)
+        callbacks = listed_callbacks(options)
         if self.world_rank == 0:
             return callbacks
         return [callback for callback in callbacks if _ONLY_ON_FIRST.isdisjoint(registration.class_names(callback))]
@@ -383,7 +383,7 @@ def make_operator(
     return type("CustomCreatorOperator", (CreatorOperator,), members)
 
 
-def _listed(options: Mapping[str, Any]) -> list[Any]:
+def listed_callbacks(options: Mapping[str, Any]) -> list[Any]:
     """Return the callbacks in the options of Keras's `fit` as a list, even if the user passed a single callback."""
     callbacks = options.get("callbacks") or []
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
@@ -391,5 +391,4 @@ def _listed(options: Mapping[str, Any]) -> list[Any]:
 
 def _last(values: Any) -> Any:
     """Return a metric's value, as a Python number if it is a scalar. If a list has a value per epoch, use the last."""
-    value = values[-1] if isinstance(values, list | tuple) and values else values
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+    return plain(values[-1] if isinstance(values, list | tuple) and values else values)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from raysgd.core.text.secrets import masked
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
 from raysgd.tf.checkpoints import checkpoint_file
-from raysgd.tf.creator_operator import CreatorOperator, make_operator
+from raysgd.tf.creator_operator import CreatorOperator, listed_callbacks, make_operator
 from raysgd.tf.data import sources
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
@@ -118,7 +118,10 @@ def check_config(settings: TFSettings, num_workers: int) -> None:
     config, options = settings.config, settings.batch_options
     _check_options_for_keras(config)
     if num_workers > 1:
-        if any("BackupAndRestore" in registration.class_names(callback) for callback in _callbacks_in(config)):
+        if any(
+            "BackupAndRestore" in registration.class_names(callback)
+            for callback in listed_callbacks(config.get("fit_config") or {})
+        ):
             raise ValueError(
                 f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot "
                 "work: it would restore weights and epoch on rank 0 only. Omit it. After a worker fails, the call "
@@ -137,17 +140,12 @@ def _check_options_for_keras(config: Mapping[str, Any]) -> None:
         check_kind(f"config[{key!r}]", options, Mapping | None, "a dict of options for Keras")
         for name in [name for name in _INSTEAD if options is not None and options.get(name) is not None]:
             raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
-        for callback in _callbacks_in(config, key):
+        for callback in listed_callbacks(config.get(key) or {}):
             if isinstance(callback, type) or not hasattr(callback, "set_model"):
                 raise TypeError(
                     f"`config[{key!r}]['callbacks']` has {callback!r}: need objects of subclasses of "
                     "`keras.callbacks.Callback`. Those of raysgd belong to `trainer.fit(5, callbacks=[...])`."
                 )
-
-
-def _callbacks_in(config: Mapping[str, Any], key: str = "fit_config") -> Iterable[Any]:
-    callbacks = (config.get(key) or {}).get("callbacks") or ()
-    return callbacks if isinstance(callbacks, list | tuple) else [callbacks]
 
 
 _BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
@@ -156,7 +154,7 @@ _BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
 
 def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
     """Reject Keras callbacks that restart in each call to Keras's `fit`, because there is one call per epoch."""
-    names = set().union(*map(registration.class_names, _callbacks_in(config))) & _BEGIN_AGAIN
+    names = set().union(*map(registration.class_names, listed_callbacks(config.get("fit_config") or {}))) & _BEGIN_AGAIN
     if names and epochs > 1:
         raise ValueError(
             f"`{min(names)}` in `config['fit_config']['callbacks']` with `trainer.fit({epochs})` cannot work: this "

@@ -223,7 +223,7 @@ class FitStream:
             place.epoch + 1,
             num_passes=place.num_passes if is_kept else self.passes.num_begun,
             num_batches=place.num_batches if is_kept else 0,
-            logs={**place.logs, **{name: _plain(value) for name, value in logs.items()}},
+            logs={**place.logs, **{name: plain(value) for name, value in logs.items()}},
         )
         self.measures = False
 
@@ -243,7 +243,7 @@ class FitStream:
             self.at_boundary()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Convert a Keras scalar to a Python number."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 

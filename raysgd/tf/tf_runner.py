@@ -74,7 +74,3 @@ class TFRunner(ClassRunner):
         """
         pairs = zip_longest(self.operator._models, self.operator._optimizers[: len(self.operator._models)])
         return [(registration.model_to_json(model), registration.is_compiled_with(model, own)) for model, own in pairs]
-
-    def input_spec(self) -> Any:
-        """Return the element spec of the training dataset: the shapes and dtypes of its batches."""
-        return self.operator.train_dataset.element_spec

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from raysgd.compat.names import former_names
 from raysgd.core import arguments as checks
-from raysgd.core.engine.shared.interface import Call
 from raysgd.core.imports import require_installed
 from raysgd.core.text.log_lines import errors_printable
 from raysgd.core.text.tracebacks import hide_library_frames
@@ -191,9 +190,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
             model = self.training_operator_cls._model_creator(dict(self._life.settings.config))
             self._load_into(model, state, 0)
             return model
-        call = Call(TFRunner.architecture, rank=0)
         models = []
-        for index, (config, is_own) in enumerate(self._life.controller.run(call)[0]):
+        for index, (config, is_own) in enumerate(self._life.on_all(TFRunner.architecture, rank=0)[0]):
             models.append(registration.model_from_json(config, custom_objects))
             self._load_into(models[-1], state if is_own else {**state, "optimizers": []}, index)
         return models[0] if len(models) == 1 else models
@@ -201,7 +199,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _load_into(self, model: Any, state: Mapping[str, Any], index: int) -> None:
         weights, slots = state["models"][index], state["optimizers"]
         if not model.weights:
-            registration.build_model(model, self._life.controller.run(Call(TFRunner.input_spec, rank=0))[0])
+            registration.build_model(model, self._life.of_first("operator.train_dataset.element_spec"))
         model.set_weights(weights)
         registration.take_weights_in(model)
         optimizer = getattr(model, "optimizer", None)

@@ -15,7 +15,7 @@ from raysgd.core.engine.monitor import ask_heartbeats
 from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed
 from raysgd.core.engine.snapshots import Snapshots
-from raysgd.core.history.readable import event_lines
+from raysgd.core.history.readable import counted, event_lines
 from raysgd.core.numbers.timing import BINS, TimeLedger
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd.core.text.log_lines import listed
@@ -153,7 +153,6 @@ class TrainerStatus:
 
     def _rows(self) -> list[tuple[str, str]]:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
-        failures = "failure" if self.num_failures == 1 else "failures"
         workers = f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"
         rows = [
             ("state", f"recovering ({self.recovery})" if self.recovery else self.state),
@@ -161,7 +160,7 @@ class TrainerStatus:
             ("throughput", speed if self.straggler is None else f"{speed}; the others wait for rank {self.straggler}"),
             (
                 "recoveries",
-                f"{self.num_failures} {failures}: {self.num_continued} continued in place, "
+                f"{counted(self.num_failures, 'failure')}: {self.num_continued} continued in place, "
                 f"{self.num_restored} restored",
             ),
         ]
