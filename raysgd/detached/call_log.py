@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysgd.core.cache import cache_folder, check_private, make_private
-from raysgd.core.files import replacing
+from raysgd.core.files import cache_folder, check_private, make_private, replacing
 from raysgd.detached.protocol import packed_answer
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raysgd.core.cache import cache_folder, check_private, make_private
+from raysgd.core.files import cache_folder, check_private, make_private
 from raysgd.core.imports import install_command
 
 VERSION = "0.28.1"

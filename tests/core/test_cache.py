@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.core.cache import cache_folder, check_private, make_private
+from raysgd.core.files import cache_folder, check_private, make_private
 
 NOBODY = 65534
 

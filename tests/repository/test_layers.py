@@ -49,7 +49,7 @@ STANDS_ON = {
 """The parts of the package, the lowest first, each with the parts that it imports from: all of them stand before it."""
 INSIDE = {
     "core": (
-        "cache config_keys imports memory state tables text",
+        "config_keys imports memory state tables text",
         "private_names synonyms",
         "arguments files numbers sending worker_errors",
         "cluster writers",
