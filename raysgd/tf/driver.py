@@ -26,9 +26,8 @@ from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator, listed_callbacks, make_operator
 from raysgd.tf.data import sources
 from raysgd.tf.objects import datasets, registration
-from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from raysgd.tf.training_operator import TrainingOperator
+from raysgd.tf.training_operator import TFSettings, TrainingOperator
 from raysgd.trainer.configuration import GroupSettings
 from raysgd.trainer.driver.life import Framework, TrainerLife
 from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all

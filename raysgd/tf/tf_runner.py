@@ -15,8 +15,7 @@ from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.hosting.tf_hosted import TFHostedOperator
 from raysgd.tf.objects import registration
-from raysgd.tf.operator.internals import TFSettings
-from raysgd.tf.training_operator import TrainingOperator
+from raysgd.tf.training_operator import TFSettings, TrainingOperator
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.worker.runner import ClassRunner
 

@@ -25,8 +25,8 @@ from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.driver import TFFramework
 from raysgd.tf.objects import registration
-from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.tf.training_operator import TFSettings
 from raysgd.trainer.configuration import BatchOptions, GroupSettings, Placement, Recovery, chosen
 from raysgd.trainer.driver.live_changes import begin_again
 from raysgd.trainer.driver.trainer import ClassTrainer

@@ -93,7 +93,6 @@ INSIDE = {
         "checkpoints parallel",
         "data",
         "fit",
-        "operator",
         "training_operator",
         "creator_operator",
         "hosting",

@@ -19,8 +19,8 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers import results
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.tf.training_operator import TFSettings
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 SEED = 5

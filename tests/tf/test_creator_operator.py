@@ -9,8 +9,8 @@ import pytest
 
 from raysgd.core.engine.shared.types import World
 from raysgd.tf.creator_operator import make_operator
-from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.tf.training_operator import TFSettings
 from tests.tf.models import make_data, make_model
 
 NUM_EPOCHS, NUM_STEPS = 3, 5  # 20 samples in batches of 4

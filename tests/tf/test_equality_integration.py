@@ -16,8 +16,8 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects.datasets import packed
-from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.tf.training_operator import OperatorContext, TFSettings
 from raysgd.trainer.configuration import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE

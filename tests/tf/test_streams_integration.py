@@ -17,7 +17,7 @@ from raysgd.data import RayBatches
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.stream import Pipeline
 from raysgd.tf import TFTrainer
-from raysgd.tf.operator.internals import OperatorContext, TFSettings
+from raysgd.tf.training_operator import OperatorContext, TFSettings
 from tests.helpers.run_if import RunIf
 from tests.streams.made import MadeStream
 from tests.tf.models import Line

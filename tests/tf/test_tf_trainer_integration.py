@@ -23,8 +23,8 @@ from raysgd.exceptions import IncompatibleModelError, RanksDifferError
 from raysgd.tf import TFTrainable, TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints import checkpoint_file
 from raysgd.tf.creator_operator import make_operator
-from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.tf.training_operator import TFSettings
 from raysgd.trainer.configuration import Recovery
 from tests.helpers.sent import sent_by_load
 from tests.tf import models

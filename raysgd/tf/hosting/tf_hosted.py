@@ -22,11 +22,10 @@ from raysgd.tf.data import sources
 from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.tf_feed import FitFeed, TFFeed
 from raysgd.tf.objects import datasets, registration
-from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.parallel.step import TFStep
-from raysgd.tf.training_operator import TrainingOperator
+from raysgd.tf.training_operator import OperatorContext, TFSettings, TrainingOperator
 from raysgd.trainer.messages.comparison import WeightSums, models_to_compare, sums_of_array, tolerance_of
 from raysgd.trainer.messages.epochs import EpochRequest, RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work

@@ -12,8 +12,8 @@ from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf.hosting.tf_feed import TFFeed
 from raysgd.tf.hosting.tf_hosted import KerasParts
-from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects
 from raysgd.tf.parallel.keras_sync import Synchronizer
+from raysgd.tf.training_operator import RegisteredData, RegisteredObjects
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.step_loop import StepLoop
 

@@ -13,9 +13,8 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.fit import check_state
 from raysgd.tf.hosting.tf_hosted import FitParts, KerasParts
-from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from raysgd.tf.training_operator import TrainingOperator
+from raysgd.tf.training_operator import OperatorContext, TFSettings, TrainingOperator
 from raysgd.trainer.configuration import BatchOptions
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.replica_state import RESUME

@@ -15,12 +15,12 @@ from packaging.version import Version
 from raysgd.core.arrays.division import plan_of
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.parallel import global_losses, keras_sync
 from raysgd.tf.parallel.averaging import ExchangeRecord
 from raysgd.tf.parallel.global_losses import SUM, GlobalLosses
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.parallel.step import TFStep, TracedStep, repeat_with_zeros
+from raysgd.tf.training_operator import OperatorContext, TFSettings
 from tests.helpers.lazily import imported
 from tests.tf.lab import TwoAlike
 from tests.tf.models import Line, make_data

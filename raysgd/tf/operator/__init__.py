@@ -1,1 +1,0 @@
-"""The internal attributes of a TensorFlow operator, such as its registered objects."""
