@@ -187,7 +187,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
         """
         state = self.state_dict()
         if self._trains_with_fit:
-            model = self.training_operator_cls._model_creator(dict(self._life.settings.config))
+            operator_cls: Any = self.training_operator_cls
+            model = operator_cls._model_creator(dict(self._life.settings.config))
             self._load_into(model, state, 0)
             return model
         models = []

@@ -182,11 +182,11 @@ class TorchFramework(Framework):
 
     def load_snapshot(self, life: TrainerLife, snapshot: Snapshot) -> None:
         controller, shared = life.controller, snapshot.shared_state
-        _check_parts(divided.outline(shared), life.facts)
+        _check_parts(divided.outline(shared), controller.facts[0])
         if controller.ensure_group().is_driver_only:
             _restore_here(controller, divided.whole(shared, copy=False), snapshot.rank_states)
             return
-        if isinstance(shared, DividedValue) and not life.facts.is_sharded:
+        if isinstance(shared, DividedValue) and not controller.facts[0].is_sharded:
             lent = lend(divided.whole(shared, copy=False))
             snapshot = replace(snapshot, shared_state=lent, reference=None)
         load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
