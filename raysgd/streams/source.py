@@ -315,7 +315,7 @@ class StreamSource:
 
     def _planned(self, batch: StreamBatch, plan: BatchPlan, ends_pass: bool | None = None) -> PlannedBatch:
         own = NO_BATCH if batch.batch is None else self._convert(batch.batch, plan.num_samples or 0)
-        return PlannedBatch(own, plan, ends_pass)
+        return PlannedBatch(own, plan, ends_pass, batch.after.num_rows)
 
     def _own_batches(self, of_pass: StreamPass) -> Iterator[PlannedBatch]:
         """Yield the batches of an evaluation on a stream of unknown length. Each rank reads some lanes by itself."""
@@ -351,14 +351,6 @@ class StreamSource:
     def num_steps(self) -> int | None:
         """Return the number of steps from where the pass was opened to the end of the pass, or None if unknown."""
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
-
-    def consumed_after(self, num_steps: int) -> int:
-        """Return how many rows of the pass all ranks together have used after `num_steps` steps of the opened pass.
-
-        If the pass was opened in the middle, the rows before this point are included.
-        """
-        rows = self._opened_at + num_steps * self.data.batch_size
-        return rows if self._end is None else min(rows, self._end)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
         """Return the entries of a saved position that are specific to streams, such as the position in each lane.

@@ -495,7 +495,7 @@ class TFInternals(Internals):
         data: The registered datasets.
         train_function: The compiled `train_step`, or None until it is first needed.
         test_function: The compiled `test_step`, or None until it is first needed.
-        chosen_rates: The learning rates that `setup` chose. None for an optimizer that follows a schedule or whose rate
+        chosen: The learning rates that `setup` chose. None for an optimizer that follows a schedule or whose rate
             cannot be set.
         step: The current step: that of training, or that of the running validation.
         num_left_out: Number of steps that `train_epoch` must still add to `global_step`. Only other ranks had samples
@@ -515,7 +515,7 @@ class TFInternals(Internals):
         self._predict_function: Any = None
         self.num_left_out = 0
         self.step = context.synchronizer.step
-        self.chosen_rates: list[float | None] = []
+        self.chosen: list[float | None] = []
         self._trained: tuple[int, tuple[int, ...]] | None = None  # ids of optimizer and variables in compiled steps
 
     @property

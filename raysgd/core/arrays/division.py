@@ -95,11 +95,13 @@ class PlannedBatch(NamedTuple):
         batch: The batch, or `NO_BATCH` if this rank has no samples in a step of an evaluation.
         plan: How the batch counts. Each global batch is planned as a step of its own; `planned` then combines them.
         ends_pass: True if the pass ends with this batch. None if that is unknown before the next one is drawn.
+        used_after: Number of samples of the pass that all ranks have used after this global batch; 0 if unknown.
     """
 
     batch: Any
     plan: BatchPlan = BETWEEN_BATCHES
     ends_pass: bool | None = None
+    used_after: int = 0
 
 
 NO_BATCH = object()

@@ -8,9 +8,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -425,26 +424,6 @@ Kind = Literal["ray", "shards", "rows", "batches", "creator"]
 
 
 @dataclass(frozen=True)
-class DataPosition:
-    """The position in the data where a call stopped. It remains valid if the number of workers changes.
-
-    Attributes:
-        pass_index: Index of the pass through the data.
-        consumed: Number of samples that all workers together have consumed in that pass.
-        state: Additional state that the data source needs to continue.
-    """
-
-    pass_index: int
-    consumed: int
-    state: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def saved(self) -> dict[str, Any]:
-        """The position as a dict, in the format that data sources load."""
-        return {"consumed": self.consumed, "pass_index": self.pass_index, "is_mid_pass": True, **self.state}
-
-
-@dataclass(frozen=True)
 class CallData:
     """The data passed to one call, such as `train`. `kind` determines whether a worker gets all of the data or a shard.
 
@@ -466,7 +445,7 @@ class CallData:
 
     kind: Kind
     data: Any
-    place: DataPosition | None = None
+    place: Mapping[str, Any] | None = None
 
     @property
     def goes_to_all(self) -> bool:
@@ -579,16 +558,3 @@ class RepeatedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         return self._open_pass()
-
-
-def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
-    """Return every `size`-th of the batches, starting with batch number `rank`, as this rank's shard of the data.
-
-    This function is for data that cannot be sharded by sample.
-
-    Args:
-        batches: An iterable that yields the same batches on all workers.
-        rank: Rank of this worker.
-        size: Number of workers.
-    """
-    return RepeatedBatches(lambda: islice(iter(batches), rank, None, size))

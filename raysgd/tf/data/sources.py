@@ -17,7 +17,7 @@ import numpy as np
 
 from raysgd.core.arrays import trees, user_data
 from raysgd.core.arrays.data_kinds import Kind
-from raysgd.core.arrays.division import BatchPlan, Division, PlannedBatch, plan_of
+from raysgd.core.arrays.division import Division, PlannedBatch, plan_of
 from raysgd.core.arrays.user_data import (
     Arrays,
     BatchForm,
@@ -32,7 +32,7 @@ from raysgd.core.arrays.user_data import (
     stacked,
 )
 from raysgd.core.connections.group import EarlyVotes, Group
-from raysgd.core.engine.shared.types import SamplesUsed, World
+from raysgd.core.engine.shared.types import World
 from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.streams.loaders import ArrayCollate
 from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, check_batched, stream_data
@@ -45,14 +45,10 @@ from raysgd.trainer.messages.prediction import (
     BatchRequest,
     Found,
     PredictionSource,
-    Rows,
     Work,
     num_rows_of,
     refuse,
-    source_of_batches,
 )
-from raysgd.trainer.worker.feed import has_divided_source
-from raysgd.trainer.worker.step_loop import DataCursor
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +121,7 @@ class TFDividedSource:
         seed: Seed that determines the order of a shuffled dataset.
     """
 
-    is_divided = True
+    is_divided, left_out = True, 0
 
     def __init__(
         self,
@@ -151,7 +147,7 @@ class TFDividedSource:
             plan = plan_of(int(own), int(total))._replace(sample_weights=tuple(weights.numpy()))
             consumed += int(total)
             if plan.num_samples or self._pads:
-                yield PlannedBatch(batch, plan)
+                yield PlannedBatch(batch, plan, used_after=consumed)
         self._passes.num_samples = consumed
 
     @property
@@ -269,50 +265,6 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
-
-
-class TFCursor(DataCursor):
-    """Draws the batches of a source, always one in advance, to detect which step is the last of the pass.
-
-    Attributes:
-        consumed: Number of samples that all ranks together have drawn in the current pass so far.
-    """
-
-    looks_ahead = True
-    consumed = 0
-    _completed = 0
-
-    @property
-    def completed(self) -> int:
-        return self._completed
-
-    def samples_used(self) -> SamplesUsed | None:
-        """Return how many samples of the current pass are completed, and how many are in flight.
-
-        Return None if raysgd does not shard the data. This method can be called from any thread.
-        """
-        if not has_divided_source(self):
-            return None
-        completed = self._completed
-        in_flight = max(0, self.consumed - completed) if self.num_batches_open else 0
-        due, left_out = self.source.num_samples, getattr(self.source, "left_out", 0)
-        return SamplesUsed(self.pass_index, due, completed, in_flight, left_out=left_out)
-
-    def opened(self, plan: BatchPlan, has_batch: bool) -> None:
-        self.consumed += plan.total_samples or 0
-        super().opened(plan, has_batch)
-
-    def commit(self) -> None:
-        super().commit()
-        self._completed = self.consumed
-
-    def resume(self, pass_index: int, consumed: int) -> None:
-        super().resume(pass_index, consumed)
-        self.consumed = self._completed = consumed
-
-    def _open_source(self, consumed: int) -> Iterator[PlannedBatch]:
-        self.consumed = self._completed = consumed
-        return iter(self.source.open(self.pass_index, consumed))
 
 
 @dataclass(frozen=True)
@@ -586,13 +538,13 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
         return source
     if isinstance(data, Stream):
         batches = BatchesInOrder(data, asked.size, ArrayCollate())  # plain arrays, without TensorFlow in the driver
-        return source_of_batches(batches, batches.num_batches), ArrayContainer()
+        return PredictionSource(iter(batches), batches.num_batches), ArrayContainer()
     if is_dataset(data):
         return _of_dataset(data), ArrayContainer()
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
     given = (plain(tuple(each) if isinstance(each, list) else each) for each in data)
-    return source_of_batches(given), ArrayContainer()
+    return PredictionSource(given, None), ArrayContainer()
 
 
 def _of_dataset(dataset: Any) -> PredictionSource:
@@ -603,12 +555,12 @@ def _of_dataset(dataset: Any) -> PredictionSource:
             "dataset without `shuffle`."
         )
     number = int(dataset.cardinality())
-    return source_of_batches(dataset.as_numpy_iterator(), number if number >= 0 else None)
+    return PredictionSource(dataset.as_numpy_iterator(), number if number >= 0 else None)
 
 
 def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
     """Yield `(batch, number of rows)` for each batch that this worker predicts in one round of a `predict` call."""
-    assert not isinstance(work, Rows), "datasets of PyTorch only"
+    assert not work.are_rows, "datasets of PyTorch only"
     return work.made(as_batch, lambda batch: trees.rows_of(next(iter(trees.leaves(batch)))[1]) or 0)
 
 

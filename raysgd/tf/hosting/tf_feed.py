@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.core.arrays.user_data import RayLoader, RepeatedBatches
 from raysgd.core.connections import tensorflow as connections
-from raysgd.core.engine.shared.types import SamplesUsed, World
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import NoDataError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
@@ -37,6 +37,8 @@ class TFFeed(feed.DataFeed):
             of workers.
     """
 
+    looks_ahead = True
+
     def __init__(
         self,
         operator_of: Callable[[], TrainingOperator],
@@ -62,9 +64,6 @@ class TFFeed(feed.DataFeed):
     def _registered_stream(self) -> StreamData | None:
         return self._operator_of()._raysgd.data.streams.get("train")
 
-    def _cursor_over(self, source: sources.TFSource, count_pass: Callable[[], int]) -> sources.TFCursor:
-        return sources.TFCursor(source, count_pass)
-
     @property
     def fit(self) -> FitStream | None:
         """Holds the position of Keras's `fit`. None if no `fit` runs."""
@@ -83,7 +82,7 @@ class TFFeed(feed.DataFeed):
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> sources.TFSource:
         share, world = self.data_of_call[name], self._world
         votes = connections.votes() if training and world.is_distributed else None
-        dataset = self.made_of_call(name, request)
+        dataset = self.made_of_call(name)
         if isinstance(dataset, Stream):
             return sources.source_of(sources.data_of(dataset, name, world), self._ranks, self._seed)
         if not share.goes_to_all or not datasets.is_divided(dataset):
@@ -98,12 +97,6 @@ class TFFeed(feed.DataFeed):
 
     def ray_loader(self, name: str) -> RayLoader | None:
         return self._operator_of()._raysgd.data.ray_loaders.get(name)
-
-    def _open_validation(self, request: EpochRequest) -> sources.TFCursor:
-        is_of_call = request.shard_key is not None
-        find = self._source_of_call if is_of_call else self._source
-        source = find("validation", request, training=False)
-        return sources.TFCursor(source, lambda: 0, has_one_pass=is_of_call or self.ray_loader("validation") is not None)
 
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> sources.TFSource:
         operator, world = self._operator_of(), self._world
@@ -171,10 +164,6 @@ class TFFeed(feed.DataFeed):
         if self._is_mid_pass and not self.train_passes.can_repeat():
             return "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
         return None
-
-    def samples_used(self) -> SamplesUsed | None:
-        cursor = self.train_cursor
-        return cursor.samples_used() if cursor is not None else None
 
 
 class FitFeed(TFFeed):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,6 @@ from raysgd.core.arrays.user_data import (
     Kind,
     RepeatedBatches,
     as_arrays,
-    every_nth,
     size_of,
 )
 from raysgd.streams.source import BatchesInOrder
@@ -38,12 +38,9 @@ from raysgd.trainer.messages.prediction import (
     Found,
     PredictionSource,
     PredictRequest,
-    Rows,
     Work,
     num_rows_of,
     refuse,
-    source_of_batches,
-    source_of_rows,
 )
 
 
@@ -216,7 +213,9 @@ def divided(
             f"shards by samples, but this data is not sharded ({sharded.reason}): pass arrays, a map-style dataset, or "
             "a `DataLoader` over one."
         )
-    return loader if sharded.divides_data or world_size == 1 else every_nth(loader, rank, world_size)
+    if sharded.divides_data or world_size == 1:
+        return loader
+    return RepeatedBatches(lambda: islice(iter(loader), rank, None, world_size))
 
 
 KINDS = (
@@ -243,20 +242,20 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
         return found
     if isinstance(data, Stream):
         batches = BatchesInOrder(data, asked.size, TensorCollate())
-        return source_of_batches(batches, batches.num_batches), ArrayContainer(as_tensor)
+        return PredictionSource(iter(batches), batches.num_batches), ArrayContainer(as_tensor)
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=asked.batch_size)
     if type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
         return _of_loader(data, asked), ArrayContainer(as_tensor)
     if isinstance(data, DataLoader):
         _check_iterable(data)
-        return source_of_batches(_apart(data), length_of(data)), ArrayContainer(as_tensor)
+        return PredictionSource(_apart(data), length_of(data)), ArrayContainer(as_tensor)
     if kind_of(data) == "rows":
         make_loader = partial(_loader_to_predict, data, {})
-        return source_of_rows(len(data), asked.batch_size, make_loader), ArrayContainer(as_tensor)
+        return _source_of_rows(len(data), asked.batch_size, make_loader), ArrayContainer(as_tensor)
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
-    return source_of_batches(data, length_of(data)), ArrayContainer(as_tensor)
+    return PredictionSource(iter(data), length_of(data)), ArrayContainer(as_tensor)
 
 
 def _is_of_tensors(data: Any) -> bool:
@@ -293,7 +292,12 @@ def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource
     if type(sampler) is not SequentialSampler:
         raise _unordered(f"the sampler `{type(sampler).__name__}`")
     make_loader = partial(_loader_to_predict, loader.dataset, kept_options(loader))
-    return source_of_rows(len(cast(Sized, loader.dataset)), asked.size(batches.batch_size), make_loader)
+    return _source_of_rows(len(cast(Sized, loader.dataset)), asked.size(batches.batch_size), make_loader)
+
+
+def _source_of_rows(num_rows: int, size: int, make_loader: Any) -> PredictionSource:
+    ranges = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    return PredictionSource(iter(ranges), len(ranges), share=make_loader)
 
 
 def _unordered(what: str) -> ValueError:
@@ -346,15 +350,15 @@ class PredictionLoader:
         """
         if request.key != self._key:
             self.close()
-        if not isinstance(work, Rows):
+        if not work.are_rows:
             yield from work.made(self._make_batch, count_samples)
         else:
             if make_loader is not None:
                 self._key, self._loader = request.key, make_loader(self._indices, self._collate_fn())
             assert self._loader is not None, "the first round brings the dataset"
-            self._indices[:] = map(list, work.ranges)
+            self._indices[:] = map(list, work.batches)
             if self._indices:
-                yield from zip(self._loader, map(len, work.ranges), strict=True)
+                yield from zip(self._loader, map(len, work.batches), strict=True)
         if request.is_last:
             self.close()
 

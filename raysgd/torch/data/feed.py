@@ -18,7 +18,6 @@ from torch.distributed import DistNetworkError
 
 from raysgd.core.arrays.division import NO_BATCH, PlannedBatch, plan_of, with_seeds
 from raysgd.core.arrays.user_data import RayLoader, RepeatedBatches
-from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.exceptions import NoDataError
 from raysgd.streams.global_reader import Numbers, StartSum
@@ -32,7 +31,6 @@ from raysgd.torch.parallel.strategy import Strategy, Summation
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
 from raysgd.trainer.worker.feed import DataFeed, has_divided_source
-from raysgd.trainer.worker.step_loop import DataCursor
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +114,7 @@ class DividedLoaderSource:
         order: Order of the samples, such as a `ShuffledOrder`, which all passes use.
         has_own_order: True if a user's sampler generates the order. Such a sampler may generate another order for the
             same pass.
-        num_samples: Number of samples in a pass, over all ranks. With a user's batch sampler, the number of batches.
+        num_samples: Number of samples in a pass, over all ranks. None if it is unknown until the pass begins.
         check_plan: Function that is called when a pass starts or resumes. It gets the plan for the rest of the pass.
     """
 
@@ -130,7 +128,8 @@ class DividedLoaderSource:
         self._check_order: Callable[[bool], None] | None = None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.seed = seed
-        self.order, self.num_samples = sharded.sampler.order, sharded.num_samples
+        self.order, self._size = sharded.sampler.order, sharded.num_samples
+        self.num_samples = None if isinstance(self.order, BatchesOrder) else self._size
         self.has_own_order = isinstance(self.order, SamplerOrder)
 
     def join(self, ranks: RankSums) -> None:
@@ -183,7 +182,7 @@ class DividedLoaderSource:
             consumed: Number of samples of the pass that were used.
             is_mid_pass: True if the snapshot is taken within a pass.
         """
-        origin: dict[str, Any] = {"seed": self.seed, **self._size}
+        origin: dict[str, Any] = {"seed": self.seed, **self._size_to_save}
         if not is_mid_pass:
             return origin
         origin["order_name"] = self.order.name
@@ -199,7 +198,7 @@ class DividedLoaderSource:
         Args:
             position: Position from the snapshot, with the entries that `state` returned.
         """
-        if any(position.get(name) != number for name, number in self._size.items()):
+        if any(position.get(name) != number for name, number in self._size_to_save.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return False
         before = position.get("order_name", self.order.name)
@@ -222,7 +221,7 @@ class DividedLoaderSource:
             "kind": "loader",
             "order": self.order.name,
             "seed": self.seed,
-            "num_samples": self.num_samples,
+            "num_samples": self._size,
             "is_of_batches": isinstance(self.order, BatchesOrder),
             "batch_size": sampler.batch_size,
             "drop_last": sampler.drop_last,
@@ -230,10 +229,10 @@ class DividedLoaderSource:
         }
 
     @property
-    def _size(self) -> dict[str, int]:
+    def _size_to_save(self) -> dict[str, int]:
         """Size of a pass, as stored in snapshots: the number of samples or, with a user's batch sampler, of batches."""
         is_of_batches = isinstance(self.order, BatchesOrder)
-        return {"num_batches" if is_of_batches else "num_samples": self.num_samples}
+        return {"num_batches" if is_of_batches else "num_samples": self._size}
 
     @property
     def most_batches(self) -> int:
@@ -260,9 +259,9 @@ class DividedLoaderSource:
 
     def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
         sampler = self._sharded.sampler
-        if not self.has_own_order and (now := len(self._sharded.own_sampler)) != self.num_samples:
+        if not self.has_own_order and (now := len(self._sharded.own_sampler)) != self._size:
             raise ValueError(
-                f"the data of a loader have {now} samples, and had {self.num_samples} when the loader was made, by "
+                f"the data of a loader have {now} samples, and had {self._size} when the loader was made, by "
                 "which the workers divide them: pass the data of now to `train(dataset=...)`; or a `sampler` of your "
                 "own to the loader, which is drawn in each pass, such as `RandomSampler(data, replacement=True)`."
             )
@@ -271,24 +270,22 @@ class DividedLoaderSource:
             self._check_order(consumed > 0)
         if self.check_plan is not None:
             self.check_plan(plan)
+        self.num_samples = plan.num_samples
         self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
         batches, num_shards, steps_left = iter(self._sharded.loader), sampler.num_shards, plan.num_steps
-        for start, share in plan.shares(rank):
+        for part, share in plan.shares(rank):
             batch_plan = share.plan
             batch = NO_BATCH if batch_plan.is_padding and not plan.pad else next(batches)
             if num_shards:
-                batch_plan = with_seeds(batch_plan, self.seed, pass_index, start, share.start)
+                batch_plan = with_seeds(batch_plan, self.seed, pass_index, part.start, share.start)
             steps_left -= batch_plan.ends_global_batch
-            yield PlannedBatch(batch, batch_plan, steps_left == 0)
+            used_after = part.stop if steps_left else plan.num_samples
+            yield PlannedBatch(batch, batch_plan, steps_left == 0, used_after)
         next(batches, None)  # exhaust the loader, so that it ends its worker processes
 
     def num_steps(self) -> int | None:
         plan = self._sharded.sampler.plan
         return len(self._sharded.sampler) if plan is None else plan.num_steps
-
-    def consumed_after(self, num_steps: int) -> int:
-        plan = self._sharded.sampler.plan
-        return 0 if plan is None else plan.consumed_after(min(num_steps, plan.num_steps))
 
 
 def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
@@ -352,10 +349,6 @@ class PlainSource:
         """
         return length_of(self._loader)
 
-    def consumed_after(self, num_steps: int) -> int:
-        """Return 0, because it is unknown how many samples all ranks use in `num_steps` steps."""
-        return 0
-
 
 def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) -> Iterator[PlannedBatch]:
     coming = next(batches, _END)
@@ -407,45 +400,6 @@ def _samples_in(batch: Any) -> int | None:
     return None if batch is _END else count_samples(batch)
 
 
-class TorchCursor(DataCursor):
-    """Draws the batches of a source, and counts the samples used in the pass."""
-
-    _began_at = 0
-    # Set when this worker leaves its group during a pass: the number of samples in that pass, and how many of them were
-    # used. None again once a pass starts in the next group.
-    _before: tuple[int | None, int] | None = None
-
-    @property
-    def completed(self) -> int:
-        return self.samples_used()[1]
-
-    def samples_used(self) -> tuple[int | None, int, int]:
-        """Return three sample counts over all ranks: of the whole pass, its completed steps, and the step in progress.
-
-        The first count is None if it is unknown. Another thread may call this method during training.
-        """
-        to_resume, num_batches, num_batches_open = self._to_resume, self._num_batches_in_pass, self.num_batches_open
-        if self._before is not None:
-            return *self._before, 0
-        num_due = self.source.num_steps()
-        due = None if num_due is None else self.source.consumed_after(num_due)
-        if to_resume is not None:
-            return due, to_resume[1], 0
-        if not num_batches:
-            return due, self._began_at, 0
-        used = self.source.consumed_after(max(0, num_batches - num_batches_open))
-        return due, used, self.source.consumed_after(num_batches) - used if num_batches_open else 0
-
-    def break_off(self) -> None:
-        super().break_off()
-        self._before = self.samples_used()[:2]
-        self._num_batches_in_pass = self._began_at = 0
-
-    def _open_source(self, consumed: int) -> Iterator[PlannedBatch]:
-        self._began_at, self._before = consumed, None
-        return iter(self.source.open(self.pass_index, consumed))
-
-
 def tell_epoch(loader: Any, pass_index: int) -> None:
     """Call `set_epoch(pass_index)` on the loader's sampler or, if it has no such method, on its batch sampler."""
     for holder in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
@@ -494,11 +448,8 @@ class TorchFeed(DataFeed):
         data = self._data_of("train")
         return data if isinstance(data, StreamData) else None
 
-    def _cursor_over(self, source: LoaderSource, count_pass: Callable[[], int]) -> TorchCursor:
-        return TorchCursor(source, count_pass)
-
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
-        loader, ranks = self.made_of_call(name, request), self._ranks
+        loader, ranks = self.made_of_call(name), self._ranks
         if isinstance(loader, Stream):
             assert self.rule is not None, "checked in the driver"
             made = stream_data(loader, name, self.rule.of_streams, ranks.world_size)
@@ -527,13 +478,6 @@ class TorchFeed(DataFeed):
     def ray_loader(self, name: str) -> RayLoader | None:
         loader = getattr(self._data_of(name), "loader", None)
         return loader if isinstance(loader, RayLoader) else None
-
-    def _open_validation(self, request: EpochRequest) -> TorchCursor:
-        is_of_call = request.shard_key is not None
-        find = self._source_of_call if is_of_call else self._source
-        source = find("validation", request, training=False)
-        is_dealt = is_of_call or self.ray_loader("validation") is not None
-        return TorchCursor(source, lambda: 0, has_one_pass=is_dealt and isinstance(source, PlainSource))
 
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
         data = self._data_of(name)
@@ -564,8 +508,7 @@ class TorchFeed(DataFeed):
                 instead. All other loaders keep their batch size.
         """
         self._group = RankSums(self._parallel, rank, size)
-        self._of_call = None, None
-        self._left_to_validate = None
+        self._call_cursor = self._left_to_validate = None
         for name in ("train", "validation"):
             data = self._data_of(name)
             if isinstance(data, ShardedLoader):
@@ -580,12 +523,12 @@ class TorchFeed(DataFeed):
         self.take_rank(self._group.rank, self._group.world_size, None, None)
 
     def is_divided(self, cursor: Any) -> bool:
-        if cursor is not None and cursor is self._of_call[1]:
+        if cursor is not None and cursor is self._call_cursor:
             return self.obstacle_of_call(cursor) is None
         return super().is_divided(cursor)
 
     def obstacle_of_call(self, cursor: Any) -> str | None:
-        if cursor is not self._of_call[1] or cursor is None:
+        if cursor is not self._call_cursor or cursor is None:
             return None
         if not has_divided_source(cursor):
             return "the data of this call are not sharded by the library"
@@ -600,14 +543,6 @@ class TorchFeed(DataFeed):
         if isinstance(data, UndividedLoader):
             return f"the {name} loader is not sharded by the library ({data.reason})"
         return None
-
-    def samples_used(self) -> SamplesUsed | None:
-        cursor = self.train_cursor
-        if not has_divided_source(cursor):
-            return None
-        due, used, in_flight = cursor.samples_used()
-        source = cursor.source
-        return SamplesUsed(cursor.pass_index, due, used, in_flight, left_out=source.left_out)
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:

@@ -85,7 +85,7 @@ class PassPlan:
         >>> plan = PassPlan(20, consumed=0, division=Division(18, world_size=7), drop_last=False, pad=False)
         >>> [len(list(plan.shares(rank))) for rank in range(7)], plan.consumed_after(1)
         ([2, 2, 2, 2, 2, 2, 2], 18)
-        >>> [(start + share.start, start + share.stop) for start, share in plan.shares(rank=5)]
+        >>> [(part.start + share.start, part.start + share.stop) for part, share in plan.shares(rank=5)]
         [(14, 16), (18, 18)]
     """
 
@@ -156,7 +156,7 @@ class PassPlan:
         sizes.update(stop - start for start, stop in map(self._span, range(first, self.num_steps)))
         return sizes
 
-    def shares(self, rank: int) -> Iterator[tuple[int, BatchShare]]:
+    def shares(self, rank: int) -> Iterator[tuple[range, BatchShare]]:
         """Yield the batches of `rank` in order, including batches without samples.
 
         Global batches of the same size have the same `BatchShare` objects, so a step does not create any.
@@ -171,7 +171,7 @@ class PassPlan:
                 size = stop - start
                 shares = self._shares_of_batch(rank, size)
             for share in shares:
-                yield start, share
+                yield range(start, stop), share
 
     def shares_of_step(self, step: int, rank: int) -> tuple[int, list[BatchShare]]:
         """Return the batches of `rank` in the global step `step`, where 0 is the first of the remaining steps.
@@ -369,7 +369,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Yield this rank's batches in the rest of the current pass, or in a whole pass if none was started."""
         if self.plan is not None and self.num_shards:
             assert self._drawn_for is not None, "a pass was begun"
-            return _seeded(self._indices, self.plan, self.rank, self._drawn_for[1:])
+            return batches_of_rank(self._indices, self.plan, self.rank, self._drawn_for[1:])
         if self.plan is not None:
             return batches_of_rank(self._indices, self.plan, self.rank)
         indices = self._draw(self.order, _SEED_BY_HAND, self._num_by_hand)
@@ -424,19 +424,22 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self._indices
 
 
-def _seeded(indices: Indices, plan: PassPlan, rank: int, drawn_for: tuple[int, int]) -> Iterator[list[int]]:
-    for start, share in plan.shares(rank):
-        if share.start < share.stop:
-            first = start + share.start
-            seed = seed_of(*drawn_for, first, _WHEN_LOADED)
-            yield SeededIndices(indices[first : start + share.stop], seed)
+def batches_of_rank(
+    indices: Indices, plan: PassPlan, rank: int, drawn_for: tuple[int, int] | None = None
+) -> Iterator[list[int]]:
+    """Yield the sample indices of each batch of `rank` in the rest of a pass, without batches that have no samples.
 
-
-def batches_of_rank(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:
-    """Yield the sample indices of each batch of `rank` in the rest of a pass, without batches that have no samples."""
-    for start, share in plan.shares(rank):
+    Args:
+        indices: The indices of all samples in the pass, in order.
+        plan: How the rest of the pass is divided.
+        rank: The rank.
+        drawn_for: The seed and index of the pass, from which each batch gets a seed. None for batches without seeds.
+    """
+    for part, share in plan.shares(rank):
         if share.start < share.stop:
-            yield list(indices[start + share.start : start + share.stop])
+            first = part.start + share.start
+            own = indices[first : part.start + share.stop]
+            yield list(own) if drawn_for is None else SeededIndices(own, seed_of(*drawn_for, first, _WHEN_LOADED))
 
 
 @dataclass(frozen=True)

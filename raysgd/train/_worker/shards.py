@@ -201,9 +201,9 @@ class StreamPart:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of the rest of the epoch, then advance to the next epoch."""
-        for num_steps, (batch, plan, _) in enumerate(self._source.open(self.epoch, self.consumed), 1):
+        for batch, plan, _, used_after in self._source.open(self.epoch, self.consumed):
             if not self._has_own_rows:
-                self.consumed = self._source.consumed_after(num_steps)
+                self.consumed = used_after
             if plan.num_samples or self._source.data.is_training:
                 yield batch
         self.epoch, self.consumed = self.epoch + 1, 0

@@ -503,7 +503,7 @@ def outputs_in_rounds(
         arguments, first, is_last = list[tuple[Any, ...]](), num_done, num_done + len(pieces) == total
         for rank, own in enumerate(dealt(pieces, len(worlds))):
             request = PredictRequest(key, info, target, first, num_done, len(worlds), total, is_last)
-            work, is_large = source.work(own), sum(map(source.nbytes, own)) > _LARGE_BYTES
+            work, is_large = source.work(own), sum(map(trees.nbytes, own)) > _LARGE_BYTES
             arguments.append((request, life.store(rank, work) if is_large else work, *shares[rank]))
             first += len(own)
         return arguments
@@ -517,7 +517,7 @@ def outputs_in_rounds(
             call = Call(life.framework.runner_cls.predict, partial(requests, pieces), on_wait=life.listeners.on_wait)
             answers = life.controller.run(call, max_retries=max_retries)
             outputs = [output for answer in answers for output in answer]
-            num_bytes = sum(map(source.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
+            num_bytes = sum(map(trees.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
             size = next_round_size(size, time.monotonic() - began_at, num_bytes, len(pieces), len(answers))
             num_done += len(pieces)
             tell(total)

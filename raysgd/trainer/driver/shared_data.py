@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.core.arrays.user_data import CallData, DataPosition, Kind, RayBatches, are_cpus_free, call_data_of
+from raysgd.core.arrays.user_data import CallData, Kind, RayBatches, are_cpus_free, call_data_of
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import packed_bytes
 from raysgd.core.sending import identity, packed_bytes
@@ -75,7 +75,7 @@ class DataSharing:
         self._settings = settings
         self._store = store
         self._call_data_of = call_data_of
-        self._positions: dict[str, tuple[Any, DataPosition | None]] = {}
+        self._positions: dict[str, tuple[Any, Mapping[str, Any] | None]] = {}
         self._divisions: dict[str, _Division] = {}
         self._has_warned = False
 
@@ -114,7 +114,7 @@ class DataSharing:
         key, shares = self._shares(of_call, dataset, begun, worlds)
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
-    def note_position(self, name: str, dataset: Any, position: DataPosition | None) -> None:
+    def note_position(self, name: str, dataset: Any, position: Mapping[str, Any] | None) -> None:
         """Remember the position at which a call stopped in the dataset that the user passed to it.
 
         The next call with the same dataset continues from there.
@@ -126,7 +126,7 @@ class DataSharing:
         """
         self._positions[name] = identity(dataset), position
 
-    def positions_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
+    def positions_to_keep(self) -> dict[str, tuple[str, Mapping[str, Any] | None]]:
         """Return the positions at which calls stopped in datasets, for a later process that continues this trainer.
 
         Only datasets that another process sent to this one are included. Such a dataset has a token, by which the later
@@ -136,7 +136,7 @@ class DataSharing:
             name: (token, position) for name, (token, position) in self._positions.items() if isinstance(token, str)
         }
 
-    def take_over(self, kept: Mapping[str, tuple[str, DataPosition | None]]) -> None:
+    def take_over(self, kept: Mapping[str, tuple[str, Mapping[str, Any] | None]]) -> None:
         """Let later calls continue in their datasets from positions that another process stored.
 
         Args:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from raysgd.core.arguments import is_saved_count
-from raysgd.core.arrays.user_data import DataPosition, RayBatches
+from raysgd.core.arrays.user_data import RayBatches
 from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.numbers import results
 from raysgd.core.numbers.meters import MetricSummary
@@ -97,7 +97,7 @@ class EpochAnswer:
     num_steps: int
     epoch_idx: int = 0
     heartbeat: Heartbeat | None = None
-    place: DataPosition | None = None
+    place: Mapping[str, Any] | None = None
     joint_work: JointWork | None = None
     weight_sums: WeightSums | None = None
     num_inherited: float = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -208,17 +207,19 @@ class PredictRequest:
 
 
 @dataclass(frozen=True)
-class Batches:
+class Work:
     """The batches that one worker predicts in one round of a `predict` call.
 
     Attributes:
-        batches: The batches in the format of the user's data, in row order.
+        batches: The batches in the format of the user's data, in row order; or the row indices of each batch.
         form: How to convert arrays and dicts of columns to batches of the framework. None if the batches need no
             conversion.
+        are_rows: True if `batches` contains ranges of row indices, in a dataset that every worker already has.
     """
 
     batches: Sequence[Any]
     form: BatchForm | None = None
+    are_rows: bool = False
 
     def made(self, as_batch: AsBatch, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
         """Yield each batch in the framework's format, with its number of rows.
@@ -230,19 +231,6 @@ class Batches:
         for rows in self.batches:
             batch = rows if self.form is None else as_batch(rows, self.form)
             yield batch, num_rows_of(batch)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a dataset that one worker predicts in one round of a `predict` call.
-
-    Each range contains the row indices of one batch. Every worker already has the whole dataset.
-    """
-
-    ranges: Sequence[range]
-
-
-Work = Batches | Rows
 
 
 class PredictionPlace:
@@ -357,9 +345,8 @@ class PredictionSource:
 
     Attributes:
         pieces: The pieces, in row order.
-        work: Function that packs consecutive pieces into a `Work`, the object that is sent to one worker.
-        nbytes: Function that returns the number of bytes to send for a piece.
         num_batches: Number of batches in the whole data, or None if unknown.
+        form: How workers convert the pieces to batches of the framework. None if they need no conversion.
         share: Data to send once to every worker, such as the dataset to which row indices refer. None if no such data
             is needed.
         has_target: True if tuple batches end with a target, False if not. None to assume a target in tuples with
@@ -367,9 +354,8 @@ class PredictionSource:
     """
 
     pieces: Iterator[Any]
-    work: Callable[[Sequence[Any]], Work]
-    nbytes: Callable[[Any], int]
     num_batches: int | None
+    form: BatchForm | None = None
     share: Any = None
     has_target: bool | None = None
 
@@ -377,36 +363,14 @@ class PredictionSource:
         """Return the next pieces, at most `number` of them. Return an empty list when no pieces are left."""
         return list(islice(self.pieces, number))
 
+    def work(self, pieces: Sequence[Any]) -> Work:
+        """Return what to send to one worker that predicts consecutive pieces."""
+        return Work(pieces, self.form, are_rows=self.share is not None)
+
     def close(self) -> None:
         """If the pieces come from a generator, close the generator."""
         if hasattr(self.pieces, "close"):
             self.pieces.close()
-
-
-def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSource:
-    """Return a source whose pieces are the row indices of batches, in a dataset that every worker receives whole.
-
-    Args:
-        num_rows: Number of rows in the dataset.
-        batch_size: Number of rows in a batch.
-        share: The dataset, in the form that is sent to every worker.
-    """
-    ranges = [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
-    return PredictionSource(iter(ranges), Rows, lambda piece: 0, len(ranges), share)
-
-
-def source_of_batches(
-    batches: Iterable[Any], num_batches: int | None = None, form: BatchForm | None = None
-) -> PredictionSource:
-    """Return a source whose pieces are batches from an iterable.
-
-    Args:
-        batches: The batches, in row order.
-        num_batches: Number of batches, or None if unknown.
-        form: How to convert arrays and dicts of columns to batches of the framework. None if the batches need no
-            conversion.
-    """
-    return PredictionSource(iter(batches), partial(Batches, form=form), trees.nbytes, num_batches)
 
 
 def _rows(array: Any, start: int, stop: int) -> Any:
@@ -488,7 +452,7 @@ def source_of(data: Any, asked: BatchRequest) -> Found | None:
         batches = ray_batches(data)
         assert batches is not None, "it is of Ray Data"
         [share] = replace(batches, batch_size=asked.size(batches.batch_size)).shares(1)
-        return source_of_batches(share.arrays(), form=asked.form(batches.form)), RayDataContainer()
+        return PredictionSource(share.arrays(), None, asked.form(batches.form)), RayDataContainer()
     check_columns(asked.feature_columns, data.data if isinstance(data, Arrays) else data)
     return _of_arrays(data, asked) if kind == "rows" else None
 
@@ -508,8 +472,8 @@ def _of_arrays(rows: Any, asked: BatchRequest) -> Found:
     def batch_at(start: int) -> Any:
         return trees.mapped(rows, lambda array: _rows(array, start, start + size))
 
-    source = source_of_batches(map(batch_at, starts), len(starts), form)
-    return replace(source, has_target=has_target or form.label_column is not None), container
+    has_target = has_target or form.label_column is not None
+    return PredictionSource(map(batch_at, starts), len(starts), form, has_target=has_target), container
 
 
 def _columns_of(frame: Any, columns: Sequence[str]) -> Any:

@@ -1,6 +1,11 @@
 """The data of one worker across calls: cursors, the number of passes over the data, and the position.
 
 Snapshots and checkpoints store the position, so that training can continue there.
+
+`DataCursor` draws the batches. It keeps an iterator over its data open between calls, so a call with `num_steps`
+continues where the previous call stopped. The position is the number of samples that all ranks together have used. It
+is therefore valid for any number of workers. A pass is one iteration through the whole data, and may span several
+calls.
 """
 
 from __future__ import annotations
@@ -12,11 +17,151 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from raysgd.core.arrays.user_data import CallData, DataPosition, RayLoader
+from raysgd.core.arrays.division import BatchPlan, PlannedBatch
+from raysgd.core.arrays.user_data import CallData, RayLoader
 from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.trainer.messages.epochs import EpochRequest
 
 logger = logging.getLogger(__name__)
+
+
+class DataCursor:
+    """Draws the batches of a source, pass after pass over the data, and remembers the position in the data.
+
+    Args:
+        source: Object that supplies the batches, such as a wrapped data loader.
+        next_pass: Function that is called when a new pass starts, and returns the index of the pass.
+        has_one_pass: True if the source can be iterated through only once, by all ranks together. No second pass is
+            then started.
+        looks_ahead: True to always draw the next batch early, to learn whether a pass ends, where a batch does not say
+            so.
+
+    Attributes:
+        pass_index: Index of the most recently started pass.
+        num_batches_taken: Number of global batches that were started, including those without samples of this rank.
+        num_batches_open: Number of global batches that were started since the last committed step.
+        consumed: Number of samples of the current pass that all ranks together have used, with those of the step in
+            progress. 0 if unknown.
+        completed: The same number without the step in progress.
+    """
+
+    def __init__(
+        self, source: Any, next_pass: Callable[[], int], has_one_pass: bool = False, looks_ahead: bool = False
+    ) -> None:
+        self.source = source
+        self._next_pass, self._has_one_pass, self._has_begun = next_pass, has_one_pass, False
+        self._looks_ahead = looks_ahead
+        self._items: Iterator[PlannedBatch] | None = None  # batches of the open pass that were not drawn yet
+        self._ahead: list[PlannedBatch | None] = []  # batches that were drawn but not yielded yet; None ends the pass
+        self._to_resume: tuple[int, int] | None = None
+        self._ends_pass = False  # True if the pass ends with the batch that was drawn last
+        self._used_after = 0  # of the batch that was drawn last
+        self.pass_index = self.num_batches_taken = self.num_batches_open = self.consumed = self.completed = 0
+
+    @property
+    def num_batches_completed(self) -> int:
+        """Number of global batches whose steps are committed."""
+        return self.num_batches_taken - self.num_batches_open
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """True if the most recently started pass has batches left, or its last step is not committed yet."""
+        return self._items is not None or self._to_resume is not None or self.num_batches_open > 0
+
+    def opened(self, plan: BatchPlan, has_batch: bool) -> None:
+        """Record that the batch that was drawn last is about to be handed out.
+
+        Args:
+            plan: How the batch counts.
+            has_batch: False if this rank has no samples in the step.
+        """
+        self.consumed = self._used_after
+        self.num_batches_taken += plan.starts_global_batch
+        self.num_batches_open += plan.starts_global_batch and has_batch
+        if not self.num_batches_open:
+            self.completed = self.consumed
+        if self._ends_pass:
+            self._items = None  # the next call starts a new pass
+
+    def commit(self) -> None:
+        """Record that the last step is done. Its batches will not be drawn again."""
+        self.num_batches_open, self.completed = 0, self.consumed
+
+    def samples_used(self) -> SamplesUsed | None:
+        """Return how many samples of the pass all ranks together have used, or None if this is unknown.
+
+        Another thread may call this method during training.
+        """
+        if not has_divided_source(self):
+            return None
+        completed = self.completed
+        in_flight = max(0, self.consumed - completed) if self.num_batches_open else 0
+        source = self.source
+        return SamplesUsed(self.pass_index, source.num_samples, completed, in_flight, left_out=source.left_out)
+
+    def break_off(self) -> None:
+        """Discard an interrupted step. The batches of the step will be drawn again, possibly on another rank."""
+        if self.is_mid_pass:
+            self.resume(self.pass_index, self.completed)
+        self.num_batches_taken = self.num_batches_completed
+        self._items, self.num_batches_open = None, 0
+
+    def resume(self, pass_index: int, consumed: int) -> None:
+        """Let the next batch come from the given position in a pass.
+
+        Args:
+            pass_index: Index of the pass.
+            consumed: Number of samples at the start of the pass that were used already.
+        """
+        self._items, self.pass_index, self._to_resume = None, pass_index, (pass_index, consumed)
+        self.consumed = self.completed = consumed
+
+    def drawn(
+        self, check: Callable[[], None], is_one_pass: bool, looks_ahead: bool = False
+    ) -> Iterator[tuple[Any, BatchPlan, bool]]:
+        """Yield batches, pass after pass, with their plans, and whether the pass ends: False where that is unknown.
+
+        An empty source ends the iteration.
+
+        Args:
+            check: Function that is called before the first batch of the call and of every pass.
+            is_one_pass: True to stop after the current pass, or after a whole new pass if the last one is complete.
+            looks_ahead: True to draw the next batch early, to learn whether a pass ends, where a batch does not say so.
+        """
+        num_begun, just_opened = 0, False
+        if self._items is not None:
+            check()
+        while True:
+            if self._items is None:
+                if is_one_pass and num_begun:
+                    return
+                self._items, self._ahead, just_opened = self._open(check), [], True
+            if not self._ahead:
+                self._ahead.append(next(self._items, None))
+            coming = self._ahead[0]  # keep it in `_ahead` until it is yielded: drawing the next one may fail
+            if coming is None:
+                self._items = None
+                if just_opened:
+                    return
+                continue
+            just_opened, (batch, plan, is_last, self._used_after) = False, coming
+            is_unknown = is_last is None and (looks_ahead or self._looks_ahead)
+            self._ahead = [next(self._items, None)] if is_unknown else []
+            self._ends_pass = self._ahead[0] is None if is_unknown else bool(is_last)
+            num_begun += plan.starts_global_batch
+            yield batch, plan, self._ends_pass
+
+    def _open(self, check: Callable[[], None]) -> Iterator[PlannedBatch]:
+        if self._has_one_pass and self._has_begun:
+            return iter(())
+        self._has_begun = True
+        check()
+        if self._to_resume is not None:
+            (self.pass_index, consumed), self._to_resume = self._to_resume, None
+        else:
+            self.pass_index, consumed = self._next_pass(), 0
+        self.consumed = self.completed = consumed
+        return iter(self.source.open(self.pass_index, consumed))
 
 
 class DataFeed(ABC):
@@ -35,9 +180,11 @@ class DataFeed(ABC):
             or "validation".
         largest_batch: Number of samples that this worker processes at once, found by `micro_batch_size="auto"`. None
             before memory ran out.
+        looks_ahead: True if cursors draw batches early. See `DataCursor`.
     """
 
     largest_batch: int | None = None
+    looks_ahead = False
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -45,8 +192,8 @@ class DataFeed(ABC):
         self.data_of_call: dict[str, CallData] = {}
         self._left_to_validate: Any = None  # the cursor that the next call to `validate` continues
         self._to_resume: Mapping[str, Any] | None = None
-        self._of_call: tuple[str | None, Any] = (None, None)
-        self._made: dict[str, tuple[str | None, Any]] = {}
+        self._call_cursor: Any = None  # of the training data that the user passed to a call
+        self._made: dict[str, Any] = {}
 
     @property
     @abstractmethod
@@ -79,15 +226,6 @@ class DataFeed(ABC):
         """
 
     @abstractmethod
-    def _cursor_over(self, source: Any, count_pass: Callable[[], int]) -> Any:
-        """Return a cursor to train on.
-
-        Args:
-            source: Source of the batches.
-            count_pass: Function that the cursor calls at the start of each pass. It returns the index of the pass.
-        """
-
-    @abstractmethod
     def _make(self, name: str) -> Any:
         """Create a loader or dataset from the data that the user passed to a call, as stored in `data_of_call`.
 
@@ -95,9 +233,12 @@ class DataFeed(ABC):
             name: "train" or "validation".
         """
 
-    @abstractmethod
     def _open_validation(self, request: EpochRequest) -> Any:
         """Return a cursor of the validation data, from the first batch on."""
+        is_of_call = request.shard_key is not None
+        source = (self._source_of_call if is_of_call else self._source)("validation", request, training=False)
+        has_one_pass = (is_of_call or self.ray_loader("validation") is not None) and not source.is_divided
+        return DataCursor(source, lambda: 0, has_one_pass, self.looks_ahead)
 
     @abstractmethod
     def obstacle(self, name: str) -> str | None:
@@ -114,12 +255,13 @@ class DataFeed(ABC):
         """
         return None
 
-    @abstractmethod
     def samples_used(self) -> SamplesUsed | None:
         """Return the record of which training samples were used, or None if this is unknown.
 
         Both the training thread and the worker's second thread call this method.
         """
+        cursor = self.train_cursor
+        return None if cursor is None else cursor.samples_used()
 
     @abstractmethod
     def ray_loader(self, name: str) -> RayLoader | None:
@@ -144,6 +286,9 @@ class DataFeed(ABC):
             return
         if request.shard_key is not None:
             self.data_of_call[name] = share
+            self._made.pop(name, None)
+            if name == "train":
+                self._call_cursor = None
             return
         loader = self.ray_loader(name)
         assert loader is not None, "the driver divides what is registered"
@@ -170,7 +315,9 @@ class DataFeed(ABC):
                 self.epoch += not is_begun
                 cursor = self._cursor_of_call(request)
             elif self.train_cursor is None:
-                cursor = self._cursor_over(self._source("train", request, training=True), self.count_pass)
+                cursor = DataCursor(
+                    self._source("train", request, training=True), self.count_pass, looks_ahead=self.looks_ahead
+                )
                 self._resume(cursor)
                 self.train_cursor, self._to_resume = cursor, None
             else:
@@ -208,34 +355,22 @@ class DataFeed(ABC):
 
         If an earlier call on the same data stopped before the end, the cursor continues from there.
         """
-        key, cursor = self._of_call
-        if cursor is None or key != request.shard_key:
+        if self._call_cursor is None:
             source = self._source_of_call("train", request, training=True)
-            cursor = self._cursor_over(source, lambda: self.epoch - 1)
-            self._go_to_place(cursor)
-            self._of_call = request.shard_key, cursor
-        return cursor
+            cursor = DataCursor(source, lambda: self.epoch - 1, looks_ahead=self.looks_ahead)
+            share = self.data_of_call["train"]
+            _go_to(cursor, share.place)
+            self.data_of_call["train"], self._call_cursor = replace(share, place=None), cursor
+        return self._call_cursor
 
-    def _go_to_place(self, cursor: Any) -> None:
-        """Move a new cursor to the position where training on the same data stopped, if this position is known."""
-        share = self.data_of_call["train"]
-        place = share.place
-        if place is None or not has_divided_source(cursor):
-            return
-        if cursor.source.load_state(place.saved):
-            cursor.resume(place.pass_index, place.consumed)
-        self.data_of_call["train"] = replace(share, place=None)
-
-    def made_of_call(self, name: str, request: EpochRequest) -> Any:
+    def made_of_call(self, name: str) -> Any:
         """Return the loader or dataset that `_make` created from the data that the user passed to a call.
 
         Several calls on the same data use the same loader or dataset.
         """
-        key, made = self._made.get(name, (None, None))
-        if key != request.shard_key:
-            made = self._make(name)
-            self._made[name] = request.shard_key, made
-        return made
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
 
     def is_divided(self, cursor: Any) -> bool:
         """Return True if a cursor reads the registered data, and the library divides that data over the workers.
@@ -247,7 +382,7 @@ class DataFeed(ABC):
 
     def break_off(self) -> None:
         """In each training cursor, discard an interrupted step, so that the batches of this step are yielded again."""
-        for cursor in (self.train_cursor, self._of_call[1]):
+        for cursor in (self.train_cursor, self._call_cursor):
             if cursor is not None:
                 cursor.break_off()
 
@@ -264,7 +399,7 @@ class DataFeed(ABC):
         data = self.samples_used()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
-    def resume_call(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
+    def resume_call(self, request: EpochRequest, share: CallData | None, place: Mapping[str, Any] | None) -> None:
         """Prepare the data for a training call that continues in a new group of workers.
 
         If the call trains on registered data, this method has no effect.
@@ -279,17 +414,13 @@ class DataFeed(ABC):
             self.take_share("train", request, share)
             self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
 
-    def place_of_call(self, cursor: Any) -> DataPosition | None:
+    def place_of_call(self, cursor: Any) -> dict[str, Any] | None:
         """Return the position at which a call stopped in the data that the user passed to it.
 
         Return None at the end of a pass, for registered data, or if the position is unknown.
         """
-        if cursor is self.train_cursor or not has_divided_source(cursor):
-            return None
-        if not cursor.is_mid_pass:
-            return None
-        consumed = cursor.completed
-        return DataPosition(cursor.pass_index, consumed, cursor.source.state(consumed, True))
+        is_known = cursor is not self.train_cursor and has_divided_source(cursor) and cursor.is_mid_pass
+        return _position_of(cursor) if is_known else None
 
     def count_pass(self) -> int:
         """Count a new pass over the training data, and return the index of the pass."""
@@ -312,16 +443,9 @@ class DataFeed(ABC):
         cursor = self.train_cursor
         if cursor is None:
             return dict(self._to_resume) if self._to_resume else None
-        is_mid_pass = cursor.is_mid_pass
         if not self.is_divided(cursor):
-            return {"is_unknown": True, "pass_index": cursor.pass_index} if is_mid_pass else None
-        consumed = cursor.completed if is_mid_pass else 0
-        return {
-            "pass_index": cursor.pass_index,
-            "consumed": consumed,
-            "is_mid_pass": is_mid_pass,  # True when the pass has started, even before its first step is completed
-            **cursor.source.state(consumed, is_mid_pass),
-        }
+            return {"is_unknown": True, "pass_index": cursor.pass_index} if cursor.is_mid_pass else None
+        return _position_of(cursor)
 
     def check_position(self, position: Mapping[str, Any] | None) -> None:
         """If the operator has registered a `StreamData`, check that training can continue at a saved position in it.
@@ -345,8 +469,7 @@ class DataFeed(ABC):
     def close(self) -> None:
         """Discard the cursors and their iterators over data."""
         self.train_cursor = None
-        self._of_call = None, None
-        self._left_to_validate = None
+        self._call_cursor = self._left_to_validate = None
 
     def _resume(self, cursor: Any) -> None:
         position = self._to_resume
@@ -356,8 +479,26 @@ class DataFeed(ABC):
                 "unknown; reading the data from the beginning",
                 position["pass_index"],
             )
-        elif position and has_divided_source(cursor) and cursor.source.load_state(position) and position["is_mid_pass"]:
-            cursor.resume(position["pass_index"], position["consumed"])
+        else:
+            _go_to(cursor, position)
+
+
+def _position_of(cursor: DataCursor) -> dict[str, Any]:
+    """Return the position of a cursor in divided data."""
+    is_mid_pass = cursor.is_mid_pass
+    consumed = cursor.completed if is_mid_pass else 0
+    return {
+        "pass_index": cursor.pass_index,
+        "consumed": consumed,
+        "is_mid_pass": is_mid_pass,  # True when the pass has started, even before its first step is completed
+        **cursor.source.state(consumed, is_mid_pass),
+    }
+
+
+def _go_to(cursor: DataCursor, position: Mapping[str, Any] | None) -> None:
+    """Move a new cursor to a saved position, if there is a position and it is known what it means for this data."""
+    if position and has_divided_source(cursor) and cursor.source.load_state(position) and position["is_mid_pass"]:
+        cursor.resume(position["pass_index"], position["consumed"])
 
 
 def has_divided_source(cursor: Any) -> bool:

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysgd.core.arrays.user_data import DataPosition
 from raysgd.core.connections.group import Array, Gather
 from raysgd.core.engine.shared.interface import Capture
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed
@@ -645,7 +644,7 @@ class RunState:
     metrics: MetricSummary | None = None
     others: Mapping[str, MetricSummary] = field(default_factory=dict)
     lost: Mapping[str, MetricSummary] = field(default_factory=dict)
-    place: DataPosition | None = None
+    place: Mapping[str, Any] | None = None
     call_number: int = 0
 
     def __str__(self) -> str:

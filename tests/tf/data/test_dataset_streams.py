@@ -19,7 +19,6 @@ from raysgd.exceptions import StreamError
 from raysgd.tf.data.sources import (
     OwnSource,
     Passes,
-    TFCursor,
     TFDividedSource,
     TFRanks,
     data_of,
@@ -29,6 +28,7 @@ from raysgd.tf.data.sources import (
     source_of,
 )
 from raysgd.tf.parallel.step import TFStep
+from raysgd.trainer.worker.feed import DataCursor
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 
@@ -50,13 +50,13 @@ class Parts(StepParts):
         self._leg.confirm()
 
 
-def take(cursor: TFCursor, num_steps: int | None, committed: Any = lambda is_last: None) -> Iterator[Any]:
+def take(cursor: DataCursor, num_steps: int | None, committed: Any = lambda is_last: None) -> Iterator[Any]:
     """The batches of so many steps."""
     return StepLoop(cursor, Parts(TFStep()), num_steps, committed).batches()
 
 
-def stream_of(source: Any) -> TFCursor:
-    return TFCursor(source, itertools.count().__next__)
+def stream_of(source: Any) -> DataCursor:
+    return DataCursor(source, itertools.count().__next__, looks_ahead=True)
 
 
 def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pass_how_many_there_are() -> None:
@@ -90,8 +90,8 @@ def test_a_collate_of_a_stream_that_leaves_rows_out_is_refused(name: str) -> Non
 
 class WithPadding:
     def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
-        yield PlannedBatch("real", plan_of(2, 3))
-        yield PlannedBatch("padding", plan_of(0, 1))
+        yield PlannedBatch("real", plan_of(2, 3), used_after=3)
+        yield PlannedBatch("padding", plan_of(0, 1), used_after=4)
 
 
 def test_a_batch_without_samples_is_not_handed_out() -> None:
@@ -101,7 +101,7 @@ def test_a_batch_without_samples_is_not_handed_out() -> None:
         log.append(("taken", batch, step.plan.is_padding))
         step.use()
 
-    cursor = TFCursor(WithPadding(), lambda: 0)
+    cursor = DataCursor(WithPadding(), lambda: 0, looks_ahead=True)
     for batch in StepLoop(cursor, Parts(step, take_part), None).batches():
         log.append(("handed out", batch, step.plan.is_padding))
         step.use()
@@ -178,7 +178,7 @@ def tensors(*sizes: int) -> tuple[Iterator[Any], TFStep]:
                 yield PlannedBatch((tf.zeros([size, 1]), tf.zeros([size])), plan_of(size, 2 * size))
 
     step = TFStep()
-    return StepLoop(TFCursor(Tensors(), lambda: 0), Parts(step), None).batches(), step
+    return StepLoop(DataCursor(Tensors(), lambda: 0, looks_ahead=True), Parts(step), None).batches(), step
 
 
 def test_a_step_is_for_the_batch_that_was_drawn_last() -> None:

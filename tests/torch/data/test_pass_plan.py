@@ -36,8 +36,8 @@ def of_a_step(plan: PassPlan, step: int) -> list[list[BatchShare]]:
 def steps_of(plan: PassPlan, rank: int) -> list[list[BatchShare]]:
     """The batches of a rank in each step."""
     steps: list[list[BatchShare]] = []
-    for start, share in plan.shares(rank):
-        share = share._replace(start=start + share.start, stop=start + share.stop)
+    for part, share in plan.shares(rank):
+        share = share._replace(start=part.start + share.start, stop=part.start + share.stop)
         steps += [[]] * share.plan.starts_global_batch
         steps[-1] = [*steps[-1], share]
     return steps
@@ -104,7 +104,7 @@ def test_without_padding_a_rank_without_samples_has_no_batch() -> None:
 
 def test_padding_is_never_larger_than_a_batch() -> None:
     plan = make_plan(3, batch_size=1, world_size=4)
-    assert list(plan.shares(rank=3)) == [(0, share(0, 1, 0, 0.0, 3))]
+    assert list(plan.shares(rank=3)) == [(range(3), share(0, 1, 0, 0.0, 3))]
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.core.connections.torch import end_process_group
+from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.torch.data.feed import (
     DividedLoaderSource,
     LoaderSource,
     PlainSource,
     RankSums,
-    TorchCursor,
     TorchFeed,
     tell_epoch,
 )
@@ -28,6 +28,8 @@ from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import DDP, Strategy
+from raysgd.torch.parallel.sync import Leg
+from raysgd.trainer.worker.feed import DataCursor
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 SEED = 7
@@ -93,13 +95,13 @@ def in_lockstep(batches: Any) -> PlainSource:
     return source
 
 
-def make_stream(source: LoaderSource) -> tuple[TorchCursor, Passes]:
+def make_stream(source: LoaderSource) -> tuple[DataCursor, Passes]:
     passes = Passes()
-    return TorchCursor(source, passes), passes
+    return DataCursor(source, passes), passes
 
 
 def take(
-    cursor: TorchCursor, num_steps: int | None, committed: Callable[[bool], None] = lambda is_last: None
+    cursor: DataCursor, num_steps: int | None, committed: Callable[[bool], None] = lambda is_last: None
 ) -> Iterator[Any]:
     """The batches of so many steps."""
     return StepLoop(
@@ -107,7 +109,7 @@ def take(
     ).batches()
 
 
-def planned(cursor: TorchCursor) -> Iterator[tuple[Any, BatchPlan]]:
+def planned(cursor: DataCursor) -> Iterator[tuple[Any, BatchPlan]]:
     """The batches of a pass, and how each counts."""
     parts = StepParts(TorchFeed(lambda name: None, Strategy(), 1), Leg())
     for batch in StepLoop(cursor, parts, None).batches():
@@ -240,16 +242,16 @@ def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> 
 
 
 def test_each_batch_comes_with_its_share_of_the_step() -> None:
-    stream = TorchCursor(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), Passes())
+    stream = DataCursor(DividedLoaderSource(divided(7, batch_size=2, world_size=2), SEED), Passes())
     shares = [(_bare(batch), plan.weight, plan.num_samples) for batch, plan in planned(stream)]
     assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
-    second = TorchCursor(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), Passes())
+    second = DataCursor(DividedLoaderSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), Passes())
     shares = [(_bare(batch), plan.weight, plan.num_samples) for batch, plan in planned(second)]
     assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
 
 
 def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
-    stream = TorchCursor(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), Passes())
+    stream = DataCursor(DividedLoaderSource(divided(3, rank=1, world_size=2), SEED), Passes())
     assert [(plan.weight, plan.is_padding) for _, plan in planned(stream)] == [(1.0, False), (0.0, True)]
 
 
@@ -258,7 +260,7 @@ def test_a_batch_counts_by_the_samples_that_were_drawn_whatever_a_collator_retur
     loader = DataLoader(data, batch_size=4, collate_fn=lambda samples: default_collate(samples[1:]))
     sharded = shard_loader(loader, rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
-    stream = TorchCursor(DividedLoaderSource(sharded, SEED), Passes())
+    stream = DataCursor(DividedLoaderSource(sharded, SEED), Passes())
     assert [(len(batch[0]), plan.num_samples) for batch, plan in planned(stream)] == [(3, 4), (2, 3)]
 
 
@@ -340,7 +342,7 @@ def test_a_pass_is_resumed_where_another_stream_left_it(shuffle: bool) -> None:
 # ------------------------------------------------------------------------------------------------ breaking off
 
 
-def taken(stream: TorchCursor, num_batches: int, num_steps: int | None = None) -> list[Any]:
+def taken(stream: DataCursor, num_batches: int, num_steps: int | None = None) -> list[Any]:
     """Takes so many batches and leaves the last one in flight."""
     batches = take(stream, num_steps)
     return [_bare(next(batches)) for _ in range(num_batches)]
@@ -400,7 +402,7 @@ def test_what_was_in_flight_is_divided_among_those_who_go_on(shuffle: bool) -> N
     loaders = [divided(20, batch_size=2, shuffle=shuffle, rank=rank, world_size=3) for rank in range(3)]
     streams = [make_stream(DividedLoaderSource(loader, SEED))[0] for loader in loaders]
     seen = [number for stream in streams for batch in taken(stream, 3)[:2] for number in batch]
-    assert [stream.samples_used() for stream in streams] == [(20, 12, 6)] * 3
+    assert [stream.samples_used() for stream in streams] == [SamplesUsed(0, 20, 12, 6)] * 3
     for rank, index in enumerate((0, 2)):
         streams[index].break_off()
         loaders[index].sampler.reshape(rank, 2, None)
@@ -415,17 +417,17 @@ def test_the_ledger_says_what_is_due_used_and_in_flight() -> None:
     ledgers = []
     for _ in batches:
         ledgers.append(stream.samples_used())
-    assert ledgers == [(11, 0, 4), (11, 4, 4), (11, 8, 3)]
-    assert stream.samples_used() == (11, 11, 0)
+    assert ledgers == [SamplesUsed(0, 11, *counts) for counts in ((0, 4), (4, 4), (8, 3))]
+    assert stream.samples_used() == SamplesUsed(0, 11, 11)
 
 
 def test_the_ledger_of_a_pass_that_is_resumed_counts_from_its_beginning() -> None:
     stream, _ = make_stream(divided_source(10))
     taken(stream, 4)
     stream.break_off()
-    assert stream.samples_used()[1:] == (3, 0)
+    assert stream.samples_used() == SamplesUsed(0, 10, 3)
     taken(stream, 2)
-    assert stream.samples_used() == (10, 4, 1)
+    assert stream.samples_used() == SamplesUsed(0, 10, 4, 1)
 
 
 class Stop(Exception):

@@ -16,7 +16,8 @@ from raysgd.core.arrays.division import BETWEEN_BATCHES, NO_BATCH, BatchPlan, Pl
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.worker.step_loop import Batches, DataCursor, StepLoop, StepParts, StepRules
+from raysgd.trainer.worker.feed import DataCursor
+from raysgd.trainer.worker.step_loop import Batches, StepLoop, StepParts, StepRules
 
 
 def step(batch: Any, ends_pass: bool | None = None) -> PlannedBatch:
@@ -45,13 +46,14 @@ class Parts(StepParts):
         self.log.append("whole")
 
 
-class Numbers(DataCursor):
-    """Batches out of a list; the position is the number of batches."""
+class Numbers:
+    """Batches out of a list."""
 
-    completed = 0
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
 
-    def _open_source(self, consumed: int) -> Iterator[Any]:
-        return map(step, self.source[consumed:])
+    def open(self, pass_index: int, consumed: int) -> Iterator[Any]:
+        return map(step, self._batches)
 
 
 class Counter:
@@ -71,7 +73,7 @@ class Counter:
 
 def counted(batches: list[Any]) -> tuple[StepLoop, Counter]:
     counter = Counter()
-    return StepLoop(Numbers(batches, lambda: 0), Parts(counter.remember), None), counter
+    return StepLoop(DataCursor(Numbers(batches), lambda: 0), Parts(counter.remember), None), counter
 
 
 def test_what_padding_changes_is_undone_ahead_of_the_next_batch() -> None:
@@ -105,15 +107,13 @@ def test_a_step_without_a_batch_counts_and_is_not_handed_out() -> None:
 
 
 def test_a_look_ahead_that_fails_loses_no_batch() -> None:
-    class Flaky(Numbers):
-        looks_ahead = True
-
-        def _open_source(self, consumed: int) -> Iterator[Any]:
+    class Flaky:
+        def open(self, pass_index: int, consumed: int) -> Iterator[Any]:
             yield step(1)
             yield step(2)
             raise OSError("no file")
 
-    cursor = Flaky([], lambda: 0)
+    cursor = DataCursor(Flaky(), lambda: 0, looks_ahead=True)
     batches = StepLoop(cursor, Parts(), None).batches()
     assert next(batches) == 1
     with pytest.raises(OSError, match="no file"):
@@ -127,11 +127,11 @@ def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> Non
         def open(self, plan: BatchPlan, batch: Any) -> None:
             raise ConnectionError("noticed ahead of the batch")
 
-    class One(Numbers):
-        def _open_source(self, consumed: int) -> Iterator[Any]:
+    class One:
+        def open(self, pass_index: int, consumed: int) -> Iterator[Any]:
             return iter([step(1, True)])
 
-    cursor = One([], lambda: 0)
+    cursor = DataCursor(One(), lambda: 0)
     with pytest.raises(ConnectionError):
         next(StepLoop(cursor, Broken(), None).batches())
     assert (cursor.num_batches_completed, cursor.num_batches_taken) == (0, 0)
@@ -140,7 +140,7 @@ def test_a_step_that_fails_before_its_batch_is_handed_out_has_not_begun() -> Non
 
 def test_the_parts_are_told_when_a_step_is_done_and_when_no_batch_follows() -> None:
     parts, looks = Parts(), list[bool]()
-    loop = StepLoop(Numbers([1, 2], lambda: 0), parts, 1, looks.append)
+    loop = StepLoop(DataCursor(Numbers([1, 2]), lambda: 0), parts, 1, looks.append)
     assert list(loop.batches()) == [1]
     loop.commit(is_last=True)
     assert parts.log == ["committed", "no batch follows", "whole"]
@@ -157,7 +157,7 @@ def test_redrawing_does_not_happen_more_often_than_anyone_can_see(monkeypatch: p
     now, redrawn = [0.0], []
     monkeypatch.setattr("raysgd.trainer.worker.step_loop.time.monotonic", lambda: now[0])
     for number in StepLoop(
-        Numbers([*range(8)], lambda: 0), Parts(), None, redraw=lambda: redrawn.append(now[0])
+        DataCursor(Numbers([*range(8)]), lambda: 0), Parts(), None, redraw=lambda: redrawn.append(now[0])
     ).batches():
         assert number == round(now[0] / 0.03)
         now[0] += 0.03

@@ -16,12 +16,13 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd.torch.data.feed import DividedLoaderSource, TorchCursor, TorchFeed
+from raysgd.torch.data.feed import DividedLoaderSource, TorchFeed
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.objects import metric_objects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochAnswer, merged
+from raysgd.trainer.worker.feed import DataCursor
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.replica_state import StateCopies
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
@@ -163,10 +164,10 @@ def test_the_end_of_an_epoch_passes_by_user_code_that_catches_exceptions() -> No
 # ------------------------------------------------------------------------------------------------ the run
 
 
-def stream_of(num_samples: int = 10, batch_size: int = 1) -> TorchCursor:
+def stream_of(num_samples: int = 10, batch_size: int = 1) -> DataCursor:
     sharded = shard_loader(DataLoader(range(num_samples), batch_size), rank=0, world_size=1, training=True)
     assert isinstance(sharded, ShardedLoader)
-    return TorchCursor(DividedLoaderSource(sharded, 7), lambda: 0)
+    return DataCursor(DividedLoaderSource(sharded, 7), lambda: 0)
 
 
 def a_run(num_steps: int | None = None, name: str = "a", epoch_idx: int = 2) -> TrainingCall:
@@ -176,14 +177,14 @@ def a_run(num_steps: int | None = None, name: str = "a", epoch_idx: int = 2) -> 
 
 
 def take(
-    cursor: TorchCursor, num_steps: int | None, committed: Callable[[bool], None] = lambda is_last: None
+    cursor: DataCursor, num_steps: int | None, committed: Callable[[bool], None] = lambda is_last: None
 ) -> Iterator[Any]:
     """The batches of so many steps."""
     parts = StepParts(TorchFeed(lambda name: None, Strategy(), 1), Leg())
     return StepLoop(cursor, parts, num_steps, committed).batches()
 
 
-def begun(run: TrainingCall, stream: TorchCursor) -> Iterator[Any]:
+def begun(run: TrainingCall, stream: DataCursor) -> Iterator[Any]:
     """The batches of a run that begins, or goes on, with `stream`."""
     run.attach(stream)
     return take(stream, run.num_batches_left)
