@@ -17,19 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.engine.shared.types import Heartbeat
-from raysgd.core.numbers.timing import (
-    AGAIN,
-    BINS,
-    DRIVER,
-    EXCHANGE,
-    REPLACE,
-    START_UP,
-    USEFUL,
-    VALIDATION_WAIT,
-    TimeLedger,
-    TimeSpent,
-    seconds_in_calls,
-)
+from raysgd.core.numbers import timing
 from raysgd.core.text.log_lines import Once, named
 
 _WARN_ABOVE = 0.2
@@ -58,9 +46,9 @@ class _Account:
     """
 
     since: float
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BINS, 0.0))
-    newest: TimeSpent | None = None
-    waited_in: str = START_UP
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(timing.BINS, 0.0))
+    newest: timing.TimeSpent | None = None
+    waited_in: str = timing.START_UP
 
     @property
     def told_until(self) -> float:
@@ -90,7 +78,7 @@ class Accounts:
         self._clock, self._used = clock, used
         self._began = clock()
         self._accounts: dict[int, _Account] = {}
-        self._known: dict[str, TimeSpent] = {}
+        self._known: dict[str, timing.TimeSpent] = {}
         self._has_trained = self._is_over = False
         self._call = math.inf, math.inf  # when the last training call started and ended
         self._waited_s = 0.0
@@ -137,7 +125,7 @@ class Accounts:
     def in_calls(self) -> dict[int, float]:
         """Return the seconds in training calls that each rank has reported, by rank."""
         with self._lock:
-            return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
+            return {rank: timing.seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
 
     def note_end(self) -> None:
         """Record that the trainer was shut down."""
@@ -158,7 +146,7 @@ class Accounts:
                 if spent is not None and (before is None or spent.total_s > before.total_s):
                     self._known[spent.of] = spent
 
-    def _note(self, rank: int, spent: TimeSpent, now: float) -> None:
+    def _note(self, rank: int, spent: timing.TimeSpent, now: float) -> None:
         account = self._accounts.get(rank)
         if account is None:
             account = self._accounts[rank] = _Account(now - spent.total_s if self._known else self._began)
@@ -167,17 +155,19 @@ class Accounts:
             return  # ignore an outdated report
         if account.newest is None or account.newest.of != spent.of:
             self._change_hands(account, spent, before, now)
-        for name in BINS:
+        for name in timing.BINS:
             account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
         account.newest = spent
         # Positive if a process's first report was late. Some time was then counted twice.
         late_s = account.told_until - now
-        for name in (account.waited_in, DRIVER) if late_s > 0 else ():
+        for name in (account.waited_in, timing.DRIVER) if late_s > 0 else ():
             taken = min(late_s, account.seconds[name])
             account.seconds[name] -= taken
             late_s -= taken
 
-    def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
+    def _change_hands(
+        self, account: _Account, spent: timing.TimeSpent, before: timing.TimeSpent | None, now: float
+    ) -> None:
         """Record that a new process, possibly the first, has taken over a rank.
 
         Add the time during which the rank had no process. If the new process repeats steps, move the time of the lost
@@ -191,17 +181,17 @@ class Accounts:
         """
         last = account.newest
         if last is not None and not spent.is_successor and before is None:  # the new process continues from a snapshot
-            account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
+            account.move(timing.USEFUL, timing.AGAIN, min(last.unsaved_s, account.seconds[timing.USEFUL]))
         own_s = spent.total_s - (before.total_s if before is not None else 0.0)
         since, until = account.told_until, max(account.told_until, now - own_s)
         in_call_s = max(0.0, min(until, self._call[1]) - max(since, self._call[0]))
         # Between calls, nothing waits for a rank, so only the time in a call counts as waiting.
         waited_s = until - since if last is None else in_call_s
-        account.waited_in = START_UP if last is None else REPLACE
+        account.waited_in = timing.START_UP if last is None else timing.REPLACE
         account.seconds[account.waited_in] += waited_s
-        account.seconds[DRIVER] += until - since - waited_s
+        account.seconds[timing.DRIVER] += until - since - waited_s
 
-    def ledger(self, num_ranks: int | None = None) -> TimeLedger:
+    def ledger(self, num_ranks: int | None = None) -> timing.TimeLedger:
         """Return how each rank has spent its time. Ranks that no longer exist are included.
 
         Args:
@@ -211,10 +201,10 @@ class Accounts:
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
         # While the driver waits for a validation, the ranks report time between calls. Move this time to its own bin.
         for seconds in ranks.values():
-            waited_s = min(self._waited_s, seconds[DRIVER])
-            seconds[DRIVER] -= waited_s
-            seconds[VALIDATION_WAIT] += waited_s
-        return TimeLedger(ranks, tuple(self._notes(num_ranks)))
+            waited_s = min(self._waited_s, seconds[timing.DRIVER])
+            seconds[timing.DRIVER] -= waited_s
+            seconds[timing.VALIDATION_WAIT] += waited_s
+        return timing.TimeLedger(ranks, tuple(self._notes(num_ranks)))
 
     def _notes(self, num_ranks: int | None) -> list[str]:
         notes = []
@@ -226,7 +216,11 @@ class Accounts:
         if silent and not self._is_over:
             notes.append(f"{named(silent)} {'has' if len(silent) == 1 else 'have'} not answered yet")
         accounts = self._accounts.values()
-        if self._has_trained and len(accounts) > 1 and not any(account.seconds[EXCHANGE] for account in accounts):
+        if (
+            self._has_trained
+            and len(accounts) > 1
+            and not any(account.seconds[timing.EXCHANGE] for account in accounts)
+        ):
             notes.append("exchanges cannot be told from useful steps here")
         return notes
 

@@ -20,24 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
-from raysgd.core.numbers.timing import (
-    AGAIN,
-    BINS,
-    DATA,
-    DETECT,
-    DRIVER,
-    EVALUATION,
-    EXCHANGE,
-    FORM,
-    HAND_OVER,
-    OTHER,
-    RESUME,
-    SLOWER_RANK,
-    SNAPSHOT,
-    START_UP,
-    USEFUL,
-    TimeSpent,
-)
+from raysgd.core.numbers import timing
 from raysgd.exceptions import OnFailure
 
 BROKEN, LEFT = "(broken off)", "(group left)"
@@ -48,7 +31,7 @@ Their time later moves to recovery, or to the time between two calls.
 
 # The bins to which the time of an interrupted step moves. A failed exchange between ranks was waiting for a lost rank,
 # so its time counts as detecting the failure.
-_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}
+_UNDONE_AS = {timing.USEFUL: timing.AGAIN, timing.EXCHANGE: timing.DETECT, timing.SLOWER_RANK: timing.DETECT}
 
 ItemT = TypeVar("ItemT")
 
@@ -81,9 +64,9 @@ class Ledger:
 
     def _begin(self) -> None:
         self._of = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._seconds = dict.fromkeys((*BINS, BROKEN, LEFT), 0.0)
+        self._seconds = dict.fromkeys((*timing.BINS, BROKEN, LEFT), 0.0)
         self._complete = self._seconds.copy()  # the seconds in each bin when the last step was completed
-        self._bin, self._since = START_UP, self._clock()
+        self._bin, self._since = timing.START_UP, self._clock()
         self._saved_s = 0.0
         self._at_call: dict[str, float] = {}
 
@@ -120,12 +103,12 @@ class Ledger:
 
         If an earlier call was interrupted, the time since then counts as time between calls, not as recovery.
         """
-        self._assign_interrupted(DRIVER, DRIVER)
-        self.enter(OTHER)
+        self._assign_interrupted(timing.DRIVER, timing.DRIVER)
+        self.enter(timing.OTHER)
         self._at_call = self._shown()
 
     @contextmanager
-    def call(self, first: str = OTHER) -> Iterator[None]:
+    def call(self, first: str = timing.OTHER) -> Iterator[None]:
         """Inside the block, measure the time of a training call.
 
         If the block raises an error, the last step counts as interrupted. After the answer to the call, the caller
@@ -140,7 +123,7 @@ class Ledger:
             yield
         self.commit()
         self._own_since = 0.0
-        self.enter(OTHER)
+        self.enter(timing.OTHER)
 
     def begin_own_work(self) -> None:
         """Record that this rank does not wait for other ranks from now on. It draws a batch, for example."""
@@ -164,15 +147,15 @@ class Ledger:
         Drawing a batch counts as waiting for data. The time from then until the next batch is drawn counts as a
         training step.
         """
-        self.enter(DATA)
+        self.enter(timing.DATA)
         self._own_since = self._since
         for batch in batches:
-            self.enter(USEFUL)
+            self.enter(timing.USEFUL)
             yield batch
-            self.enter(DATA)
+            self.enter(timing.DATA)
             self._own_since = self._own_since or self._since
         self._own_since = 0.0
-        self.enter(OTHER)
+        self.enter(timing.OTHER)
 
     def commit(self) -> None:
         """Record that the current step is completed. Its time stays in its bin, because the step is never repeated."""
@@ -204,9 +187,9 @@ class Ledger:
         Return True if this happens in a training step, so that `end_exchange` must be called. Otherwise, the time is
         not measured.
         """
-        if self._bin != USEFUL:
+        if self._bin != timing.USEFUL:
             return False
-        self.enter(EXCHANGE)
+        self.enter(timing.EXCHANGE)
         return True
 
     def end_exchange(self, waited_s: float = 0.0) -> None:
@@ -215,11 +198,11 @@ class Ledger:
         Args:
             waited_s: How many seconds of the communication this rank was waiting for slower ranks.
         """
-        if self._bin == EXCHANGE:
-            self.enter(USEFUL)
+        if self._bin == timing.EXCHANGE:
+            self.enter(timing.USEFUL)
             if waited_s:
-                of_step = self._seconds[EXCHANGE] - self._complete[EXCHANGE]
-                self._move(EXCHANGE, SLOWER_RANK, min(waited_s, of_step))
+                of_step = self._seconds[timing.EXCHANGE] - self._complete[timing.EXCHANGE]
+                self._move(timing.EXCHANGE, timing.SLOWER_RANK, min(waited_s, of_step))
 
     # ------------------------------------------------------------------------------------------------ groups
 
@@ -245,10 +228,10 @@ class Ledger:
             self._waits_for_group = False
             self._begin()
         self._own_s, was_inside = 0.0, self._bin in (BROKEN, LEFT)  # the ranks' times are compared: all begin at 0
-        self._assign_interrupted(DETECT, FORM)
-        self.enter(HAND_OVER)
+        self._assign_interrupted(timing.DETECT, timing.FORM)
+        self.enter(timing.HAND_OVER)
         yield
-        self.enter(RESUME if was_inside or goes_on() else DRIVER)
+        self.enter(timing.RESUME if was_inside or goes_on() else timing.DRIVER)
 
     def _assign_interrupted(self, broken: str, left: str) -> None:
         if self._bin in (BROKEN, LEFT):
@@ -263,24 +246,24 @@ class Ledger:
 
         The steps before the copy count as saved from then on.
         """
-        with self.inside(SNAPSHOT):
+        with self.inside(timing.SNAPSHOT):
             yield
-        self._saved_s = self._seconds[USEFUL]
+        self._saved_s = self._seconds[timing.USEFUL]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside the block, measure the time of a call to `validate` or `predict`."""
         self.begin_call()
-        self.enter(DRIVER)
-        with self.inside(EVALUATION):
+        self.enter(timing.DRIVER)
+        with self.inside(timing.EVALUATION):
             yield
 
     # ------------------------------------------------------------------------------------------------ readings
 
-    def reading(self) -> TimeSpent:
+    def reading(self) -> timing.TimeSpent:
         """Return how much time is in each bin up to now. A second thread may call this method."""
         seconds = self._shown()
-        return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
+        return timing.TimeSpent(self._of, seconds, max(0.0, seconds[timing.USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
         """Return how many seconds of the running call are in each bin. Bins without time are left out."""
@@ -291,7 +274,7 @@ class Ledger:
         with self._lock:
             now = self._clock()
             present = {**self._seconds, self._bin: self._seconds[self._bin] + now - self._since}
-        present[DRIVER] += present.pop(BROKEN) + present.pop(LEFT)
+        present[timing.DRIVER] += present.pop(BROKEN) + present.pop(LEFT)
         return present
 
 
