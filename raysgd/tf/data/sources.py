@@ -17,7 +17,7 @@ import numpy as np
 
 from raysgd.core.arrays import trees, user_data
 from raysgd.core.arrays.data_kinds import Kind
-from raysgd.core.arrays.division import Division, PlannedBatch, plan_of
+from raysgd.core.arrays.division import NO_BATCH, Division, PlannedBatch, plan_of
 from raysgd.core.arrays.user_data import (
     Arrays,
     BatchForm,
@@ -49,6 +49,7 @@ from raysgd.trainer.messages.prediction import (
     num_rows_of,
     refuse,
 )
+from raysgd.trainer.worker.feed import in_lockstep
 
 logger = logging.getLogger(__name__)
 
@@ -207,19 +208,12 @@ class OwnSource:
 
     def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
         """Start a pass over this rank's dataset and yield the batches of the pass."""
-        batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
-        last = None
-        for item in batches:
-            if item is not None:
-                last = item
-                yield item
-            elif last is None:
-                raise ValueError(
-                    "The train dataset of this rank is empty while other ranks have data, so it has no batch to step "
-                    "with. Give every rank at least one batch."
-                )
-            else:
-                yield PlannedBatch(last.batch, plan_of(0, 0))
+        votes = self._votes
+        if votes is None:
+            yield from self._alone()
+            return
+        for item, is_own, _ in in_lockstep(self._alone(), lambda item: votes.ask(item is not NO_BATCH), "dataset"):
+            yield item if is_own else PlannedBatch(item.batch, plan_of(0, 0))
 
     def _alone(self) -> Iterator[PlannedBatch]:
         for batch in self._dataset:
@@ -232,21 +226,6 @@ class OwnSource:
 
 TFSource: TypeAlias = TFDividedSource | OwnSource | StreamSource
 """A source of a replica's batches."""
-
-
-def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
-    """Yield this rank's items. Then yield None in each step until every rank has run out of items.
-
-    Args:
-        items: This rank's items.
-        votes: Votes by which the ranks find out in each step whether any rank has another item.
-    """
-    coming = next(items, None)
-    vote = votes.ask(coming is not None)
-    while vote():
-        item, coming = coming, next(items, None) if coming is not None else None
-        vote = votes.ask(coming is not None)  # asked early, so that the votes travel while this step is computed
-        yield item
 
 
 def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:

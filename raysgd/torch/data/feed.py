@@ -30,7 +30,7 @@ from raysgd.torch.data.sampling import GlobalBatchRule, PassPlan, ShardedLoader,
 from raysgd.torch.parallel.strategy import Strategy, Summation
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
-from raysgd.trainer.worker.feed import DataFeed, has_divided_source
+from raysgd.trainer.worker.feed import DataFeed, has_divided_source, in_lockstep
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,6 @@ class RankSums:
             return summed
 
         return start
-
-
-_END = object()
 
 
 class DividedLoaderSource:
@@ -351,53 +348,34 @@ class PlainSource:
 
 
 def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) -> Iterator[PlannedBatch]:
-    coming = next(batches, _END)
-    hear = ask(start_sum, _samples_in(coming))
-    last = _END
-    while True:
-        num_ranks, num_samples = hear()
-        if not num_ranks:
-            return
-        has_own, last = coming is not _END, last if coming is _END else coming
-        if last is _END:
-            raise ValueError(
-                "The train loader of this rank is empty while other ranks have data, so it has no batch to step with. "
-                "Give every rank at least one batch."
-            )
-        own = count_samples(last) if has_own else 0
-        coming = next(batches, _END) if has_own else _END
-        # Start the all-reduce for the next step now, so that it runs while this rank trains on the current step.
-        hear = ask(start_sum, _samples_in(coming))
-        yield PlannedBatch(last, plan_of(own, num_samples, world_size))
+    for batch, is_own, (_, num_samples) in in_lockstep(batches, partial(ask, start_sum), "loader"):
+        yield PlannedBatch(batch, plan_of(count_samples(batch) if is_own else 0, num_samples, world_size))
 
 
 LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
 """The source of the batches of a pass."""
 
 
-def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int, int]]:
+def ask(start_sum: Summation, batch: Any) -> Callable[[], tuple[int, int] | None]:
     """Start an all-reduce that counts the ranks with a batch in the next step, and the samples in all these batches.
 
     Args:
         start_sum: Function that starts to sum a tensor over the ranks.
-        num_samples: Number of samples in this rank's batch; None if this rank has no batch.
+        batch: This rank's batch, or `NO_BATCH`.
 
     Returns:
-        A function that waits for the all-reduce and returns the number of ranks and the number of samples.
+        A function that waits for the all-reduce, and returns both numbers, or None if no rank has a batch.
     """
-    counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
+    has_batch = batch is not NO_BATCH
+    counts = torch.tensor([has_batch, count_samples(batch) if has_batch else 0], dtype=torch.int64)
     wait = start_sum(counts)
 
-    def hear() -> tuple[int, int]:
+    def hear() -> tuple[int, int] | None:
         wait()
-        num_ranks, num_samples_of_all = counts.tolist()
-        return num_ranks, num_samples_of_all
+        num_ranks, num_samples = counts.tolist()
+        return (num_ranks, num_samples) if num_ranks else None
 
     return hear
-
-
-def _samples_in(batch: Any) -> int | None:
-    return None if batch is _END else count_samples(batch)
 
 
 def tell_epoch(loader: Any, pass_index: int) -> None:

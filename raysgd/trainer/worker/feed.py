@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from raysgd.core.arrays.division import BatchPlan, PlannedBatch
+from raysgd.core.arrays.division import NO_BATCH, BatchPlan, PlannedBatch
 from raysgd.core.arrays.user_data import CallData, RayLoader
 from raysgd.core.engine.shared.types import SamplesUsed
 from raysgd.trainer.messages.epochs import EpochRequest
@@ -171,7 +171,8 @@ class DataFeed(ABC):
     data over the workers. Positions in such data are valid for any number of workers. A source's method
     `state(consumed, is_mid_pass)` returns those entries of a position that only the source has, such as the order of
     the samples. Its method `load_state(position)` restores a position, and returns True if the interrupted pass can
-    continue from there.
+    continue from there. Its attribute `num_samples` is the number of samples that the pass will use, or None if this is
+    unknown until the pass ends, and `left_out` the number of rows that could not be read.
 
     Attributes:
         epoch: Number of passes over the training data that have started.
@@ -504,3 +505,37 @@ def _go_to(cursor: DataCursor, position: Mapping[str, Any] | None) -> None:
 def has_divided_source(cursor: Any) -> bool:
     """Return True if the library divides the data of this cursor over the workers."""
     return getattr(getattr(cursor, "source", None), "is_divided", False)
+
+
+def in_lockstep(
+    batches: Iterator[Any], ask: Callable[[Any], Callable[[], Any]], data: str
+) -> Iterator[tuple[Any, bool, Any]]:
+    """Yield this rank's batches. Then repeat the last batch until all ranks have run out of batches.
+
+    Otherwise, ranks that have more batches than others would wait forever in a collective.
+
+    Args:
+        batches: This rank's batches.
+        ask: Function that starts to ask the other ranks about the next step. Its argument is this rank's next batch, or
+            `NO_BATCH`. It returns a function that waits for the answer, which is false if no rank has a batch.
+        data: What the batches come from, for errors.
+
+    Yields:
+        The batch, True if it is not a repetition, and the answer of the ranks.
+
+    Raises:
+        ValueError: This rank has no batch at all while other ranks have batches.
+    """
+    last, coming = NO_BATCH, next(batches, NO_BATCH)
+    hear = ask(coming)
+    while answer := hear():
+        is_own = coming is not NO_BATCH
+        last = coming if is_own else last
+        if last is NO_BATCH:
+            raise ValueError(
+                f"The train {data} of this rank is empty while other ranks have data, so it has no batch to step with. "
+                "Give every rank at least one batch."
+            )
+        coming = next(batches, NO_BATCH) if is_own else NO_BATCH
+        hear = ask(coming)  # now, so that the ranks answer while this step is computed
+        yield last, is_own, answer

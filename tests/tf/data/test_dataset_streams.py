@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core.arrays.division import PlannedBatch, plan_of
+from raysgd.core.arrays.division import NO_BATCH, PlannedBatch, plan_of
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.data import IterableStream
 from raysgd.exceptions import StreamError
@@ -23,12 +23,11 @@ from raysgd.tf.data.sources import (
     TFRanks,
     data_of,
     dataset_of,
-    in_lockstep,
     lockstep_dataset,
     source_of,
 )
 from raysgd.tf.parallel.step import TFStep
-from raysgd.trainer.worker.feed import DataCursor
+from raysgd.trainer.worker.feed import DataCursor, in_lockstep
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
 
@@ -121,10 +120,12 @@ class Votes:
         return lambda: has_any
 
 
-@pytest.mark.parametrize(("own", "others"), [(3, 3), (3, 1), (1, 3), (0, 2), (0, 0)])
+@pytest.mark.parametrize(("own", "others"), [(3, 3), (3, 1), (1, 3), (0, 0)])
 def test_ranks_step_until_all_have_run_out(own: int, others: int) -> None:
-    found = list(in_lockstep(iter(range(own)), Votes(others)))  # type: ignore[arg-type]
-    assert found == list(range(own)) + [None] * max(0, others - own)
+    votes = Votes(others)
+    found = list(in_lockstep(iter(range(own)), lambda batch: votes.ask(batch is not NO_BATCH), "data"))
+    repeated = [(own - 1, False, True)] * max(0, others - own)
+    assert found == [(number, True, True) for number in range(own)] + repeated
 
 
 def test_ranks_agree_on_nothing_ahead_of_what_fit_draws() -> None:
