@@ -312,49 +312,34 @@ class Event:
 
 
 class Condition:
-    """What threads of the driver wait at until another one has changed something."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel, self._num_changes = kernel, 0
-
-    def wait(self) -> None:
-        before = self._num_changes
-        self._kernel.block(lambda: self._num_changes != before)
-
-    def notify_all(self) -> None:
-        self._num_changes += 1
-
-    def __enter__(self) -> bool:
-        return True
-
-    def __exit__(self, *exception: Any) -> None: ...
-
-
-class Lock:
-    """A reentrant lock for the threads of the driver."""
+    """A reentrant lock for the threads of the driver, which also wait here until another one has changed something."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._owner: DriverThread | None = None
         self._count = 0
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if predicate():
+            return True
+        me, count = self._kernel.current, self._count
+        self._owner, self._count = None, 0
+        try:
+            return self._kernel.block(lambda: self._owner is None and predicate(), timeout)
+        finally:
+            self._owner, self._count = me, count
+
+    def notify_all(self) -> None: ...
+
+    def __enter__(self) -> bool:
         me = self._kernel.current
         if self._owner not in (None, me):
-            limit = None if blocking and timeout < 0 else max(0.0, timeout)
-            if not self._kernel.block(lambda: self._owner is None, limit):
-                return False
+            self._kernel.block(lambda: self._owner is None)
         self._owner = me
         self._count += 1
         return True
 
-    def release(self) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._count -= 1
         if not self._count:
             self._owner = None
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *exception: Any) -> None:
-        self.release()

@@ -18,7 +18,7 @@ from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import StateHandover, World
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
-from tests.simulator.kernel import Condition, Kernel, Lock, Stopped
+from tests.simulator.kernel import Condition, Kernel, Stopped
 from tests.simulator.network import Network, SimConnection
 from tests.simulator.platform import Cluster, Node, SimPlatform
 from tests.simulator.processes import Process
@@ -109,7 +109,7 @@ class Simulation:
             ScalingPolicy(schedule.num_workers, schedule.min_workers, num_local=num_local, **self._scaling),
             FailurePolicy(schedule.continues),
             make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
-            clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel), lambda: Condition(kernel)),
+            clock=Clock(lambda: kernel.now, self._sleep, lambda: Condition(kernel)),
             **options,
         )
         self.transitions.follow(controller)

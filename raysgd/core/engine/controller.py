@@ -54,12 +54,12 @@ class PlaceInLine:
     """A position in a trainer's queue of calls. A background call reserves its position before its thread starts.
 
     Attributes:
-        thread: ID of the thread that runs the call. None until this thread waits for its turn.
+        thread: ID of the thread that runs the call. 0 until this thread waits for its turn.
         is_interrupted: True if the call was interrupted and must not continue.
     """
 
     def __init__(self) -> None:
-        self.thread: int | None = None
+        self.thread = 0
         self.is_interrupted = False
 
     def check_wanted(self) -> None:
@@ -69,16 +69,13 @@ class PlaceInLine:
 
 
 class Turns:
-    """The queue of calls to a trainer. Only one thread at a time may use the worker group, in queue order."""
+    """The queue of calls to a trainer. Only the thread at its head uses the worker group."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._lock = lifecycle.clock.make_lock()
-        self._ends = lifecycle.clock.make_lock()  # ensures that an interrupt of one call does not hit the next call
-        self._num_inside = 0
-        self._owner: int | None = None
         self._line: list[PlaceInLine] = []
-        self._line_moves = lifecycle.clock.make_condition()
+        self._running: PlaceInLine | None = None  # the head of the queue, while its thread uses the worker group
+        self._changes = lifecycle.clock.make_condition()  # guards both
         self._closed = threading.local()
 
     @contextmanager
@@ -95,6 +92,9 @@ class Turns:
         if (why := getattr(self._closed, "why", None)) is not None:
             raise ValueError(why)
 
+    def _is_of_this_thread(self) -> bool:
+        return self._running is not None and self._running.thread == threading.get_ident()
+
     def reserve(self) -> PlaceInLine:
         """Reserve the next position in the queue of calls.
 
@@ -107,7 +107,8 @@ class Turns:
         self._check_open()
         self._lifecycle.check_active()
         place = PlaceInLine()
-        self._line.append(place)
+        with self._changes:
+            self._line.append(place)
         return place
 
     @contextmanager
@@ -120,8 +121,7 @@ class Turns:
         the block is replaced by `TrainerShutdownError`.
 
         Args:
-            place: This thread's position in the queue of calls, released after the block. Without a position, the
-                thread waits until all positions reserved so far have been released.
+            place: This thread's position in the queue of calls, released after the block. Default: the last position.
 
         Raises:
             TrainerShutdownError: The trainer was stopped, or its Ray session has ended. Raised before the block, or in
@@ -130,36 +130,30 @@ class Turns:
             ValueError: This thread is inside a `closed` block.
         """
         self._check_open()
-        lifecycle = self._lifecycle
-        with self._kept(place) if place is not None else nullcontext():
-            # The thread that is inside a call must not wait for itself.
-            if self._line and self._owner != threading.get_ident():
-                self._wait_in_line(place)
-            if place is not None:
-                place.check_wanted()
-            with self._lock:
-                self._num_inside += 1
-                self._owner = threading.get_ident()
+        lifecycle, place = self._lifecycle, place or PlaceInLine()
+        place.thread = threading.get_ident()
+        try:
+            if not self._is_of_this_thread():  # a thread inside a call must not wait for itself
+                with self._changes:
+                    if place not in self._line:
+                        self._line.append(place)
+                    self._changes.wait_for(lambda: place.is_interrupted or self._line[0] is place)
+                    place.check_wanted()
+                    self._running = place
+            try:
+                lifecycle.check_active()
                 try:
-                    lifecycle.check_active()
-                    if place is not None:
-                        place.check_wanted()
-                    try:
-                        yield
-                    except (Exception, SystemExit) as error:
-                        # If workers were killed, a call may raise any exception. After `ray.shutdown()`, Ray raises
-                        # `SystemExit`.
-                        lifecycle.check_active(during=error)
-                        raise
-                finally:
-                    with self._ends:
-                        self._num_inside -= 1
-                        if not self._num_inside:
-                            self._owner = None
-                            if lifecycle.interrupted is not None:
-                                lifecycle.end_interrupt()
-                    if lifecycle.stopped.is_set():
-                        lifecycle.stop_group(force=True)
+                    yield
+                except (Exception, SystemExit) as error:
+                    # If workers were killed, a call may raise any exception. After `ray.shutdown()`, Ray raises
+                    # `SystemExit`.
+                    lifecycle.check_active(during=error)
+                    raise
+            finally:
+                if lifecycle.stopped.is_set():
+                    lifecycle.stop_group(force=True)
+        finally:
+            self.give_up(place)
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
@@ -167,48 +161,34 @@ class Turns:
 
         Yield True if the block may use the worker group. Yield False if a call is running or queued.
         """
-        if self._line or self._num_inside or not self._lock.acquire(blocking=False):
-            yield False
-            return
-        # Lets `take_turn` skip the queue, which this thread may do because it holds the lock.
-        self._owner = threading.get_ident()
-        try:
-            with self.take_turn():
-                yield True
-        finally:
-            self._lock.release()
-
-    @contextmanager
-    def _kept(self, place: PlaceInLine) -> Iterator[None]:
-        place.thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self.give_up(place)
+        place = PlaceInLine()
+        with self._changes:
+            is_free = not self._line
+            if is_free:
+                self._line.append(place)
+        with self.take_turn(place) if is_free else nullcontext():
+            yield is_free
 
     def give_up(self, place: PlaceInLine) -> None:
         """Release a position in the queue of calls, so that the calls behind it can run."""
-        with self._line_moves:
-            self._line.remove(place)
-            self._line_moves.notify_all()
-
-    def _wait_in_line(self, place: PlaceInLine | None) -> None:
-        """Wait until the calls that are ahead in the queue have finished, or until this call is interrupted."""
-        with self._line_moves:
-            ahead = self._line[: self._line.index(place)] if place is not None else list(self._line)
-            while any(each in self._line for each in ahead) and not (place is not None and place.is_interrupted):
-                self._line_moves.wait()
+        with self._changes:
+            if place in self._line:
+                self._line.remove(place)
+                self._changes.notify_all()
+            if place is self._running:
+                self._running = None
+                if self._lifecycle.interrupted is not None:
+                    self._lifecycle.end_interrupt()
 
     def interrupt_call(self, place: PlaceInLine) -> None:
         """Interrupt the queued or running call for which `place` was reserved, as Ctrl-C would.
 
         Call this from a thread other than the one that runs the call.
         """
-        with self._line_moves:
+        with self._changes:
             place.is_interrupted = True
-            self._line_moves.notify_all()
-        with self._ends:
-            if place.thread is not None and self._owner == place.thread:
+            self._changes.notify_all()
+            if place is self._running:
                 self._lifecycle.interrupt_thread(place.thread)
 
     def interrupt_running(self) -> None:
@@ -216,9 +196,9 @@ class Turns:
 
         Call this from a thread other than the one that runs the call.
         """
-        with self._ends:
-            if self._owner is not None:
-                self._lifecycle.interrupt_thread(self._owner)
+        with self._changes:
+            if self._running is not None:
+                self._lifecycle.interrupt_thread(self._running.thread)
 
     def stop(self, force: bool) -> None:
         """Stop the workers and release their resources. See `ElasticController.stop`."""
@@ -226,19 +206,19 @@ class Turns:
         if lifecycle.stopped.is_set():
             return
         lifecycle.stopped.set()  # no group is started after this
-        if self._num_inside:
+        if self._running is not None:
             force = True
             lifecycle.kill_workers()
         # A running call returns because its workers were killed, so wait until it returns. A driver that is the only
         # worker cannot be killed, so waiting for its call would not help.
         is_driver_only = lifecycle.group is not None and lifecycle.group.is_driver_only
-        if not self._lock.acquire(timeout=0.0 if is_driver_only else RELEASE_S):
-            logger.warning("a call is running in this process; its worker stops when the call ends")
-            return
-        try:
+        with self._changes:
+            if not self._changes.wait_for(
+                lambda: self._running is None or self._is_of_this_thread(), 0.0 if is_driver_only else RELEASE_S
+            ):
+                logger.warning("a call is running in this process; its worker stops when the call ends")
+                return
             lifecycle.stop_group(force=force)
-        finally:
-            self._lock.release()
 
 
 class ElasticController(Lifecycle):

@@ -61,18 +61,16 @@ _HEAD_S = 0.5
 
 @dataclass(frozen=True)
 class Clock:
-    """The engine's clock, sleep and locks. Tests replace them.
+    """The engine's clock, sleep and lock. Tests replace them.
 
     Attributes:
         monotonic: Returns seconds of a monotonic clock.
         sleep: Sleeps for a number of seconds.
-        make_lock: Creates a reentrant lock for the driver's threads.
-        make_condition: Creates a condition variable for the driver's threads.
+        make_condition: Creates a condition variable, with a reentrant lock, for the driver's threads.
     """
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
-    make_lock: Callable[[], Any] = threading.RLock
     make_condition: Callable[[], threading.Condition] = threading.Condition
 
 
@@ -105,7 +103,7 @@ class Lifecycle(ABC):
         scaling: Policy that decides the number of workers.
         make_group: Creates a group without starting it.
         view: Returns the state of the cluster.
-        clock: The clock, sleep and locks. Default: real time, with a sleep that ends early if the trainer is stopped.
+        clock: The clock, sleep and lock. Default: real time, with a sleep that ends early if the trainer is stopped.
         rules: How the group responds to changes of the cluster.
         hooks: The front end's callbacks for when the group starts, changes or ends.
 

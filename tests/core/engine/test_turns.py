@@ -158,42 +158,21 @@ def test_no_place_is_to_be_had_after_the_end(line: Line) -> None:
         line.turns.reserve()
 
 
-class Overtaken:
-    """A lock; somebody reserves a place as soon as it is taken because it was free."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.reserve: Callable[[], Any] = lambda: None
-        self.release = self._lock.release
-
-    def acquire(self, blocking: bool = True) -> bool:
-        found = self._lock.acquire(blocking)
-        if not blocking:
-            self.reserve()
-        return found
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *failure: object) -> None:
-        self.release()
+def test_who_finds_the_line_empty_comes_before_those_who_come_later(line: Line) -> None:
+    with line.turns.take_if_free() as is_free:
+        assert is_free
+        later = line.call("later", line.turns.reserve())
+        with line.turns.take_if_free() as is_free_inside:
+            assert not is_free_inside
+        assert line.ended == []
+    later.result(30)
 
 
-def test_who_found_the_line_empty_does_not_wait_for_those_who_wait_for_it(line: Line) -> None:
-    lock = Overtaken()
-    line.lifecycle.clock = Clock(make_lock=lambda: lock)
-    line.turns = Turns(line.lifecycle)  # type: ignore[arg-type]
-    places: list[PlaceInLine] = []
-    lock.reserve = lambda: places.append(line.turns.reserve())
-
-    def take() -> bool:
-        with line.turns.take_if_free() as is_free:
-            return is_free
-
-    taking: Future[bool] = Future()
-    threading.Thread(target=lambda: taking.set_result(take()), daemon=True).start()
-    assert taking.result(10)
-    line.call("overtaking", places[0]).result(10)
+def test_who_finds_somebody_in_the_line_does_not_wait(line: Line) -> None:
+    place = line.turns.reserve()
+    with line.turns.take_if_free() as is_free:
+        assert not is_free
+    line.call("reserved", place).result(30)
 
 
 def test_a_call_whose_thread_cannot_start_holds_up_no_other(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
