@@ -320,7 +320,7 @@ class Lifecycle(ABC):
         self.take_answers(report)
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
-            self.snapshots.take_from(group, copies, is_first=True)
+            self.snapshots.take_captures(copies, group, is_first=True)
         if num_spares and not self.spec.runs_on:  # with `runs_on`, the front end starts spares once it has the function
             group.standby.start_more(num_spares, num_workers)
         return True

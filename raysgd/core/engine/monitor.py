@@ -318,7 +318,7 @@ class Monitor:
             return
         self._snapshots.poll()
         if not self._snapshots.is_coming:
-            self._snapshots.take_from(group, captures)
+            self._snapshots.take_captures(captures, group)
             self._snapshot = newest
 
     # ------------------------------------------------------------------------------------ stops inside a call

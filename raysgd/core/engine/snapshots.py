@@ -329,21 +329,19 @@ class Snapshots:
         """True if any snapshot has arrived in the driver or is in transit."""
         return self.landed is not None or self.is_coming
 
-    def completed(self, call: Call | None, seconds: float = 0.0, *, is_repeatable: bool = True) -> None:
-        """Record that a call changed the training state.
+    def completed(self, call: Call | None, seconds: float = 0.0) -> None:
+        """Record that a call changed the training state. If it cannot be repeated exactly, a snapshot is due soon.
 
         Args:
             call: The call. None for a change that can never be repeated.
             seconds: How long the call took.
-            is_repeatable: False if repeating the call may give a different result. A snapshot must then be taken as
-                soon as possible.
         """
         self.touch()
         if call is None:
             self._unrepeatable = self._version
             return
         self._calls[self._version] = call, seconds
-        if not is_repeatable:
+        if not call.is_repeatable:
             self._wanted = self._version
 
     def newest(self) -> NewestSnapshot:
@@ -383,17 +381,15 @@ class Snapshots:
         """
         return self._coming is not None
 
-    def take_captures(
-        self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False
-    ) -> None:
+    def take_captures(self, captures: Sequence[Capture], group: WorkerGroup, *, is_first: bool = False) -> None:
         """Create a snapshot from the copies that the ranks made of their training state.
 
-        If the state that all ranks share was not sent with the captures, start to transfer it to the driver.
+        If the state that all ranks share, such as the model, was not sent with the captures, start to transfer it to
+        the driver. Rank 0 stores this state. If the state is sharded, each rank stores one shard.
 
         Args:
             captures: Each rank's part of the snapshot, by rank.
-            fetch: Starts a transfer to the driver. Given rank 0's token, it transfers the shared state. Given a list of
-                all ranks' tokens, it transfers all shards.
+            group: The group that took the captures.
             is_first: True if the ranks have just been set up. No call has changed their state yet.
         """
         self.poll()
@@ -410,8 +406,12 @@ class Snapshots:
         if source.token is None:
             self._land(Snapshot(source.shared_state, rank_states, progress), None, version)
         else:
-            wanted = [capture.token for capture in captures] if source.is_part else source.token
-            self._coming = NewestSnapshot(None, fetch(wanted), source.token, rank_states, progress, version)
+            fetch = method_of(Replica.fetch)
+            if source.is_part:
+                transfer = group.fetch_parts(fetch, [capture.token for capture in captures])
+            else:
+                transfer = group.fetch(0, fetch, source.token)
+            self._coming = NewestSnapshot(None, transfer, source.token, rank_states, progress, version)
             self.is_awaited = False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
@@ -528,7 +528,7 @@ class Snapshots:
             seconds: How long the call took.
         """
         if self._spec.captures_after_calls:
-            self.completed(call, seconds, is_repeatable=call.is_repeatable)
+            self.completed(call, seconds)
             self.pace.note_call(call.function, seconds)
         else:
             self.completed(None)
@@ -562,25 +562,6 @@ class Snapshots:
         """
         is_whole = not has_group and self._spec.captures and not self.calls_since and not self.has_gap
         return self.is_current or (self.landed is not None and is_whole)
-
-    def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Create a snapshot from the ranks' captures. If the captures lack the shared state, start to fetch that state.
-
-        Shared state is what all ranks have in common, such as the model. Rank 0 stores this state. If the state is
-        sharded, each rank stores one shard.
-
-        Args:
-            group: The group that took the captures.
-            parts: Each rank's part of the snapshot, by rank.
-            is_first: True if the ranks have just been set up. No call has changed their state yet.
-        """
-
-        def fetch(wanted: int | Sequence[int]) -> Transfer:
-            if isinstance(wanted, int):
-                return group.fetch(0, method_of(Replica.fetch), wanted)
-            return group.fetch_parts(method_of(Replica.fetch), wanted)
-
-        self.take_captures(parts, fetch, is_first=is_first)
 
     # -------------------------------------------------------------------------------------------- after a failure
 

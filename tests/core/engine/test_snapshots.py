@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core.engine.shared.interface import Capture
+from raysgd.core.engine.shared.interface import Call, Capture
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, SnapshotPace, Snapshots, is_due
 from raysgd.core.history.status import glance
 from raysgd.exceptions import WorkersLostError
@@ -41,18 +41,17 @@ class Transfer:
 
 
 class Wire:
-    """Starts transfers and keeps them."""
+    """The part of a group that starts transfers. It keeps them."""
 
     def __init__(self) -> None:
         self.transfers: list[Transfer] = []
 
-    def fetch(self, token: int) -> Transfer:
+    def fetch(self, rank: int, function: Any, token: int) -> Transfer:
         self.transfers.append(Transfer(token))
         return self.transfers[-1]
 
 
-def never(token: int) -> Transfer:
-    raise AssertionError("nothing to fetch")
+never: Any = None  # there is no group, because nothing has to be fetched
 
 
 def inline(state: Any, *others: Any) -> list[Capture]:
@@ -67,7 +66,7 @@ def keeper_with_landed_state() -> Snapshots:
 
 def test_a_small_state_lands_at_once_with_what_each_rank_had() -> None:
     keeper = no_snapshots()
-    keeper.completed("call")
+    keeper.completed(Call("call"))
     keeper.take_captures(inline("state", "own 1"), never)
     assert keeper.landed == Snapshot("state", ("own 0", "own 1"))
     assert keeper.is_current
@@ -77,7 +76,7 @@ def test_a_small_state_lands_at_once_with_what_each_rank_had() -> None:
 def test_a_call_makes_the_snapshot_old_until_the_next_one() -> None:
     keeper = keeper_with_landed_state()
     assert keeper.is_current
-    keeper.completed("call")
+    keeper.completed(Call("call"))
     assert not keeper.is_current
     keeper.take_captures(inline("next"), never)
     assert keeper.is_current
@@ -95,7 +94,7 @@ def test_random_numbers_that_were_drawn_make_old_only_what_each_rank_has_for_its
 
 def test_where_all_begin_again_nothing_of_before_is_left() -> None:
     keeper = keeper_with_landed_state()
-    keeper.completed("call")
+    keeper.completed(Call("call"))
     keeper.begin_again()
     assert (keeper.landed, keeper.landed_token, keeper.calls_since, keeper.has_any) == (None, None, (), False)
 
@@ -116,24 +115,24 @@ def test_calls_that_never_have_to_be_run_again_are_not_kept() -> None:
 
 def test_until_a_large_state_has_landed_its_calls_are_kept() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.completed("first")
-    keeper.take_captures([Capture("own", token=5)], wire.fetch)
+    keeper.completed(Call("first"))
+    keeper.take_captures([Capture("own", token=5)], wire)
     assert keeper.is_coming
     assert keeper.is_current
-    keeper.completed("second")
-    assert list(keeper.calls_since) == ["first", "second"]
+    keeper.completed(Call("second"))
+    assert list(keeper.calls_since) == [Call("first"), Call("second")]
     assert keeper.landed == Snapshot("start", ("own 0",))
     wire.transfers[0].outcome = "large"
     keeper.poll()
     assert keeper.landed == Snapshot("large", ("own",))
     assert keeper.landed_token == 5
-    assert keeper.calls_since == ("second",)
+    assert keeper.calls_since == (Call("second"),)
     assert not keeper.is_current
 
 
 def test_looking_does_not_wait_unless_told_to() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.take_captures([Capture(token=1)], wire)
     keeper.poll()
     keeper.poll(2.5)
     keeper.poll(None)
@@ -143,7 +142,7 @@ def test_looking_does_not_wait_unless_told_to() -> None:
 def test_where_ray_is_stopped_what_is_on_its_way_is_given_up_without_a_look_at_it() -> None:
     is_cut_off, wire = [False], Wire()
     keeper = Snapshots(no_snapshots()._spec, is_cut_off=lambda: is_cut_off[0])
-    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.take_captures([Capture(token=1)], wire)
     keeper.poll()
     is_cut_off[0] = True
     keeper.poll()
@@ -152,31 +151,31 @@ def test_where_ray_is_stopped_what_is_on_its_way_is_given_up_without_a_look_at_i
 
 def test_a_lost_transfer_leaves_the_state_before_it_and_its_calls() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.completed("call")
-    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.completed(Call("call"))
+    keeper.take_captures([Capture(token=1)], wire)
     wire.transfers[0].outcome = ConnectionError("gone")
     keeper.poll()
     assert keeper.landed == Snapshot("start", ("own 0",))
-    assert keeper.calls_since == ("call",)
+    assert keeper.calls_since == (Call("call"),)
     assert not keeper.is_current
     assert not keeper.is_coming
 
 
 def test_what_new_workers_captured_before_calls_were_run_again_covers_none_of_them() -> None:
     keeper, wire = no_snapshots(), Wire()
-    keeper.completed("call")
-    keeper.take_captures([Capture(token=1)], wire.fetch, is_first=True)
+    keeper.completed(Call("call"))
+    keeper.take_captures([Capture(token=1)], wire, is_first=True)
     wire.transfers[0].outcome = "as set up"
     keeper.poll()
     assert keeper.landed == Snapshot("as set up", (None,))
-    assert keeper.calls_since == ("call",)
+    assert keeper.calls_since == (Call("call"),)
     assert not keeper.is_current
 
 
 def test_leaving_a_group_forgets_its_tokens_but_not_what_landed() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.completed("call")
-    keeper.take_captures([Capture(token=7)], wire.fetch)
+    keeper.completed(Call("call"))
+    keeper.take_captures([Capture(token=7)], wire)
     wire.transfers[0].outcome = "state"
     keeper.poll()
     keeper.drop_incoming()
@@ -187,20 +186,20 @@ def test_leaving_a_group_forgets_its_tokens_but_not_what_landed() -> None:
 
 def test_leaving_a_group_gives_up_what_is_on_its_way() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.completed("call")
-    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.completed(Call("call"))
+    keeper.take_captures([Capture(token=1)], wire)
     keeper.drop_incoming()
     wire.transfers[0].outcome = "too late"
     keeper.poll(None)
     assert keeper.landed == Snapshot("start", ("own 0",))
-    assert keeper.calls_since == ("call",)
+    assert keeper.calls_since == (Call("call"),)
     assert not keeper.is_current
 
 
 def test_forgetting_lets_go_of_everything() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.completed("call")
-    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.completed(Call("call"))
+    keeper.take_captures([Capture(token=1)], wire)
     keeper.clear()
     assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())
 
@@ -232,7 +231,7 @@ def inside(state: Any, *progress: int) -> list[Capture]:
 
 def test_a_snapshot_taken_inside_a_call_says_so_and_covers_the_calls_before() -> None:
     keeper = keeper_with_landed_state()
-    keeper.completed("first")
+    keeper.completed(Call("first"))
     assert not keeper.is_inside
     keeper.take_captures(inside("state", 3, 3), never)
     assert keeper.landed == Snapshot("state", ("own 0", "own"), (3, 3))
@@ -243,9 +242,9 @@ def test_a_snapshot_taken_inside_a_call_says_so_and_covers_the_calls_before() ->
 def test_the_call_itself_is_still_to_be_finished_when_it_completes() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.take_captures(inside("state", 3), never)
-    keeper.completed("call")
-    assert (keeper.is_inside, keeper.calls_since) == (True, ("call",))
-    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.completed(Call("call"))
+    assert (keeper.is_inside, keeper.calls_since) == (True, (Call("call"),))
+    keeper.take_captures([Capture(token=1)], wire)
     wire.transfers[0].outcome = "after"
     keeper.poll()
     assert (keeper.is_inside, keeper.calls_since) == (False, ())
@@ -253,7 +252,7 @@ def test_the_call_itself_is_still_to_be_finished_when_it_completes() -> None:
 
 def test_a_large_state_from_inside_lands_with_its_progress() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.take_captures([Capture(progress=4, token=1)], wire.fetch)
+    keeper.take_captures([Capture(progress=4, token=1)], wire)
     assert (keeper.is_coming, keeper.is_inside) == (True, False)
     wire.transfers[0].outcome = "state"
     keeper.poll()
@@ -269,7 +268,7 @@ def test_after_a_call_that_was_broken_off_for_good_nobody_goes_on_inside() -> No
 
 def test_a_part_of_a_call_that_was_broken_off_for_good_is_not_waited_for() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.take_captures([Capture(progress=4, token=1)], wire.fetch)
+    keeper.take_captures([Capture(progress=4, token=1)], wire)
     keeper.leave_call()
     assert not keeper.is_coming
     wire.transfers[0].outcome = "state"
@@ -279,22 +278,22 @@ def test_a_part_of_a_call_that_was_broken_off_for_good_is_not_waited_for() -> No
 
 def test_a_part_of_a_broken_call_that_is_dropped_leaves_no_completed_call_covered() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
-    keeper.completed("call")
-    keeper.take_captures([Capture(progress=4, token=1)], wire.fetch)
+    keeper.completed(Call("call"))
+    keeper.take_captures([Capture(progress=4, token=1)], wire)
     keeper.leave_call()
     assert not keeper.shares_current, "a file that is written now has to have what the call did"
-    assert keeper.calls_since == ("call",)
+    assert keeper.calls_since == (Call("call"),)
     assert keeper.must_follow
 
 
 def test_a_completed_call_is_finished_from_inside_whatever_becomes_of_the_next_one() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.take_captures(inside("state", 3), never)
-    keeper.completed("call")
-    keeper.take_captures([Capture(token=1)], wire.fetch)
+    keeper.completed(Call("call"))
+    keeper.take_captures([Capture(token=1)], wire)
     keeper.leave_call()
     assert keeper.is_coming, "that one covers the completed call"
-    assert (keeper.is_inside, keeper.calls_since) == (True, ("call",))
+    assert (keeper.is_inside, keeper.calls_since) == (True, (Call("call"),))
 
 
 @pytest.mark.parametrize(
@@ -311,18 +310,23 @@ def test_each_rank_takes_its_own_part_and_what_it_counts_for_others(num_ranks: i
     assert between.for_ranks(num_ranks) == [(own,) for own, *_ in expected]
 
 
-def test_what_the_ranks_divide_is_fetched_from_all_of_them() -> None:
-    wanted: list[Any] = []
-    keeper = keeper_with_landed_state()
-    keeper.completed("call")
+class Divided:
+    """The part of a group that fetches the parts of all ranks."""
 
-    def fetch(tokens: Any) -> Transfer:
-        wanted.append(tokens)
+    def __init__(self) -> None:
+        self.wanted: list[Any] = []
+
+    def fetch_parts(self, function: Any, tokens: Any) -> Transfer:
+        self.wanted.append(tokens)
         return Transfer(0, outcome=("part 0", "part 1"))
 
-    keeper.take_captures([Capture(f"own {rank}", token=3 + rank, is_part=True) for rank in range(2)], fetch)
+
+def test_what_the_ranks_divide_is_fetched_from_all_of_them() -> None:
+    keeper, group = keeper_with_landed_state(), Divided()
+    keeper.completed(Call("call"))
+    keeper.take_captures([Capture(f"own {rank}", token=3 + rank, is_part=True) for rank in range(2)], group)
     keeper.poll()
-    assert wanted == [[3, 4]]
+    assert group.wanted == [[3, 4]]
     assert keeper.landed == Snapshot(("part 0", "part 1"), ("own 0", "own 1"))
     assert keeper.landed_token == 3
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raysgd.core.engine.shared.interface import Capture, GroupEvent, GroupHistory
+from raysgd.core.engine.shared.interface import Call, Capture, GroupEvent, GroupHistory
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed, WorkerInfo
 from raysgd.core.history.status import TrainerStatus, find_straggler
 from tests.helpers.fakes import no_snapshots, status_of
@@ -167,13 +168,11 @@ def test_losses_are_counted_by_how_they_ended() -> None:
 def test_the_age_and_place_of_the_snapshot_are_told() -> None:
     snapshots: Any = no_snapshots()
     assert status(snapshots=snapshots).snapshot is None
-    snapshots.take_captures(
-        [Capture("rng", shared_state="state", progress=7)], fetch=lambda token: pytest.fail("inline")
-    )
+    snapshots.take_captures([Capture("rng", shared_state="state", progress=7)], group=None)
     found = status(snapshots=snapshots).snapshot
     assert found.is_inside
     assert found.age_s >= 0
-    snapshots.completed("call")
+    snapshots.completed(Call("call"))
     found = status(snapshots=snapshots).snapshot
     assert found.num_calls_since == 1
     assert "on its way" not in str(found)
@@ -183,9 +182,9 @@ def test_the_age_and_place_of_the_snapshot_are_told() -> None:
 
 def test_a_snapshot_that_only_workers_have_yet_is_told() -> None:
     snapshots: Any = no_snapshots()
-    snapshots.take_captures([Capture("rng", shared_state="state")], fetch=lambda token: pytest.fail("inline"))
-    snapshots.completed("call")
-    snapshots.take_captures([Capture("rng", token=1)], fetch=lambda token: OnItsWay())
+    snapshots.take_captures([Capture("rng", shared_state="state")], group=None)
+    snapshots.completed(Call("call"))
+    snapshots.take_captures([Capture("rng", token=1)], SimpleNamespace(fetch=lambda *args: OnItsWay()))
     found = status(snapshots=snapshots)
     assert found.snapshot.has_newer
     assert "taken between calls, 1 call (0.0 s) since, a newer one is on its way" in str(found)

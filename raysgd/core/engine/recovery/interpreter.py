@@ -212,7 +212,7 @@ class Interpreter:
             case Do.DROP_IN_TRANSIT, _, _:
                 snapshots.drop_incoming()
             case Do.TAKE_PARTS, _, states.Paused(parts=parts) | states.Captured(parts=parts):
-                snapshots.take_from(lifecycle.running, parts)
+                snapshots.take_captures(parts, lifecycle.running)
             case Do.LEAVE_CALL, _, _:
                 snapshots.leave_call()
             case Do.NOTE_ABORTED, _, _:
@@ -290,7 +290,10 @@ class Interpreter:
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
         if isinstance(change, Continue | Reuse):
             self._lifecycle.suspect(living)
-        return states.Survivors(group.of_ranks(living), bool(group.stuck))
+        diagnosis = self._current.incident.diagnosis
+        # If a rank had died, stuck ranks might just be slow.
+        has_hung = bool(group.stuck) and diagnosis is not None and diagnosis.kind == "disconnected"
+        return states.Survivors(group.of_ranks(living), has_hung)
 
     def _tearing_down(self, state: states.TearingDown) -> states.Progress | states.Lost | states.UserRaised:
         group, change = self._lifecycle.running, state.change
@@ -431,10 +434,10 @@ class Interpreter:
         snapshots = self._snapshots
         self._monitor.await_snapshot()
         if snapshots.shares_current:
-            return states.Landed()
+            return states.Done()
         is_paused = isinstance(state, states.AwaitingSnapshot) and isinstance(state.plan, states.EndEarly)
         self._current.num_lost_copies += is_paused
-        return states.LostInTransit()
+        return states.NotDone()
 
     def _awaiting_briefly(self, state: states.AwaitingBriefly) -> states.Event:
         snapshots = self._snapshots
@@ -443,7 +446,7 @@ class Interpreter:
         snapshots.poll(timeout_s=_AWAITED_S if snapshots.is_awaited else SETTLE_S)
         has_landed = not snapshots.is_coming
         snapshots.drop_incoming()
-        return states.Landed() if has_landed else states.LostInTransit()
+        return states.Done() if has_landed else states.NotDone()
 
     # ---- back to the last snapshot
 
@@ -471,7 +474,7 @@ class Interpreter:
         found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._current.incident.cause)
         return states.Resources(*found)
 
-    def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.NotGranted:
+    def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.Resources:
         needs_all = state.plan.needs_all
         start = self._lifecycle.try_start_all if needs_all else self._lifecycle.try_start
         try:
@@ -480,7 +483,7 @@ class Interpreter:
             if needs_all:
                 raise
             logger.warning("%s", str(error).partition("\n")[0])
-            return states.NotGranted()
+            return states.Resources()
         return states.Done() if has_started else states.NotDone()
 
     def _restoring(self, state: states.Restoring) -> states.Done | states.NotDone:

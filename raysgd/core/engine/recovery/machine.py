@@ -37,13 +37,10 @@ from raysgd.core.engine.recovery.states import (
     Formed,
     Interrupted,
     Known,
-    Landed,
     Launching,
     Lost,
-    LostInTransit,
     Members,
     NotDone,
-    NotGranted,
     Paused,
     Poll,
     Polled,
@@ -109,8 +106,8 @@ def transition(state: State, event: Event, known: Known) -> Transition:
             return result.after(Abandon(Continue(Why.FAILURE), known.members, obstacle))
 
         # ---- a change in place
-        case Settling(change), Survivors(members, has_stuck):
-            return _with_survivors(change, members, has_stuck, known)
+        case Settling(change), Survivors(members, has_hung):
+            return _with_survivors(change, members, has_hung, known)
         case TearingDown(), Progress():
             return _with_progress(state, event, known)
         case TearingDown(change, members), UserRaised(words):
@@ -140,27 +137,27 @@ def transition(state: State, event: Event, known: Known) -> Transition:
             return _enlarge(known)  # a copy from after the call would repeat the call
         case Capturing(change), Captured(parts=parts):
             return Transition(AwaitingCopy(change, parts), (Do.TAKE_PARTS,))
-        case (Capturing(change), NotDone()) | (AwaitingCopy(change), LostInTransit()):
+        case Capturing(change) | AwaitingCopy(change), NotDone():
             return _copy_again(change, known)
-        case AwaitingCopy(CopyInside(), parts), Landed():
+        case AwaitingCopy(CopyInside(), parts), Done():
             return _end_early(EndEarly(parts), known)
-        case AwaitingCopy(Evacuate(plan)), Landed():
+        case AwaitingCopy(Evacuate(plan)), Done():
             return _begin_plan(plan, known)
-        case AwaitingSnapshot(EndEarly() as plan), Landed():
+        case AwaitingSnapshot(EndEarly() as plan), Done():
             return _end_early(plan, known)
-        case AwaitingSnapshot(EndEarly()), LostInTransit():
+        case AwaitingSnapshot(EndEarly()), NotDone():
             if known.is_cut_off:
                 return _without_copy(known)
             if known.num_lost_copies == NUM_COPIES:  # the ranks only wait between two steps
                 return _raise_and_keep(Raise(End.LOST_COPIES), known)
             return Transition(Polling(Poll.RESUME))
-        case AwaitingBriefly(plan), Landed() | LostInTransit():
+        case AwaitingBriefly(plan), Done() | NotDone():
             return _replace_workers(plan, known)
-        case AwaitingSnapshot(Raise() | Restart() as plan), Landed() | LostInTransit():
+        case AwaitingSnapshot(Raise() | Restart() as plan), Done() | NotDone():
             return _begin_plan(plan, known)
 
         # ---- back to the last snapshot
-        case Scheduling(plan), Resources(0):
+        case Scheduling(plan) | Launching(plan), Resources(0):
             return _schedule(plan.next_attempt, known)
         case Scheduling(plan), Resources(num_workers, num_spares):
             return Transition(Launching(plan, num_workers, num_spares))
@@ -170,8 +167,6 @@ def transition(state: State, event: Event, known: Known) -> Transition:
             return Transition(Restoring(replace(plan, is_launched=True)))
         case Launching(plan), NotDone():
             return _start_again(plan, known)
-        case Launching(plan), NotGranted():
-            return _schedule(plan.next_attempt, known)
         case Rebuilding(plan) | Replacing(plan), Done():
             return Transition(Restoring(plan), (Do.DROP_IN_TRANSIT,))
         case Rebuilding(plan) | Replacing(plan), NotDone():
@@ -236,7 +231,7 @@ def _after_failure(failed: CallFailed, known: Known) -> Transition:
     if failed.kind == "memory" and continues:  # batches of one sample are a user error
         return Transition(Settling(Continue(Why.SPLIT, known.members)))
     if not is_user and continues and known.num_retries > 0:
-        return Transition(Settling(Continue(Why.FAILURE, known.members, failed.kind == "disconnected")))
+        return Transition(Settling(Continue(Why.FAILURE, known.members)))
     return _restart_after_failure(known)
 
 
@@ -249,9 +244,8 @@ def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> 
     return Transition(TearingDown(Continue(why, staying, parts=parts), staying), commands)
 
 
-def _with_survivors(change: Change, members: Members, has_stuck: bool, known: Known) -> Transition:
-    # If a rank had died, stuck ranks might just be slow.
-    hangs = (Do.NOTE_HANG,) if has_stuck and isinstance(change, Continue) and change.may_hang else ()
+def _with_survivors(change: Change, members: Members, has_hung: bool, known: Known) -> Transition:
+    hangs = (Do.NOTE_HANG,) if has_hung and isinstance(change, Continue) and change.why is Why.FAILURE else ()
     if isinstance(change, Reuse) and not known.spec.renews:
         members = NO_WORKERS  # the survivors could not continue, so something may be broken
     return _tear_down(TearingDown(change, members), known).after(*hangs)

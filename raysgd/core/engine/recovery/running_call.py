@@ -200,7 +200,7 @@ class RunningCall:
         # A worker that repeats its reply to the last attempt may send a copy even if `captures` is False.
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and (lifecycle.spec.captures or captures):
-            snapshots.take_from(group, copies)
+            snapshots.take_captures(copies, group)
             snapshots.pace.note_copy(max(copy.seconds for copy in copies))
         return Completed(values)
 

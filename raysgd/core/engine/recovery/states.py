@@ -121,14 +121,12 @@ class Continue:
     Attributes:
         why: Reason for the change.
         expected: Workers of the group before the change, without those that leave as planned.
-        may_hang: True if a lost connection was the only sign of the failure, so that ranks may hang.
         has_regrouped: True if forming a group was attempted.
         parts: Each rank's part of a snapshot from before the change, if workers leave in a call.
     """
 
     why: Why
     expected: Members = NO_WORKERS
-    may_hang: bool = False
     has_regrouped: bool = False
     parts: Sequence[Any] = field(default=(), compare=False)
 
@@ -368,10 +366,10 @@ class CallFailed:
 
 @dataclass(frozen=True)
 class Survivors:
-    """The workers that can be used again. `has_stuck`: others are alive but did not finish the call."""
+    """The workers that can be used again. `has_hung`: others hang, although only lost connections were reported."""
 
     members: Members
-    has_stuck: bool = False
+    has_hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -427,16 +425,6 @@ class Captured:
 
 
 @dataclass(frozen=True)
-class Landed:
-    """The snapshot has arrived, or none was in transit. It has the workers' state."""
-
-
-@dataclass(frozen=True)
-class LostInTransit:
-    """No snapshot with the workers' state has arrived."""
-
-
-@dataclass(frozen=True)
 class Polled:
     """All ranks have reported. `are_alike`: they have the same state. `position`: that of the most advanced rank."""
 
@@ -446,7 +434,10 @@ class Polled:
 
 @dataclass(frozen=True)
 class Resources:
-    """The driver has looked for free resources, into which so many workers and spares fit, or too few: 0."""
+    """The driver has looked for free resources, into which so many workers and spares fit.
+
+    0 if too few fit, or if another program took the resources.
+    """
 
     num_workers: int = 0
     num_spares: int = 0
@@ -454,17 +445,12 @@ class Resources:
 
 @dataclass(frozen=True)
 class Done:
-    """The group was launched, rebuilt or restored."""
+    """What the state waits for has happened: a snapshot has arrived, or the group was launched, rebuilt or restored."""
 
 
 @dataclass(frozen=True)
 class NotDone:
-    """Workers were lost, so the group was not launched, rebuilt or restored, or its state was not copied."""
-
-
-@dataclass(frozen=True)
-class NotGranted:
-    """Another program took the resources."""
+    """What the state waits for does not happen, because workers or a snapshot in transit were lost."""
 
 
 @dataclass(frozen=True)
@@ -484,7 +470,7 @@ class Interrupted:
 
 Event: TypeAlias = (
     "CallRefused | Paused | CallFailed | Survivors | Progress | Lost | UserRaised | Filled | Formed | Captured"
-    " | Landed | LostInTransit | Polled | Resources | Done | NotDone | NotGranted | Interrupted"
+    " | Polled | Resources | Done | NotDone | Interrupted"
 )
 
 # ------------------------------------------------------------------------------------------------------- what is known

@@ -32,13 +32,10 @@ from raysgd.core.engine.recovery.states import (
     Formed,
     Interrupted,
     Known,
-    Landed,
     Launching,
     Lost,
-    LostInTransit,
     Members,
     NotDone,
-    NotGranted,
     Paused,
     Poll,
     Polled,
@@ -69,6 +66,7 @@ MOST_NODES = 300_000
 MOST_INTERRUPTS = 1
 BOTH = frozenset({0, 1})
 LACKS_OF_MEMORY = (CallFailed("user", needs_refill=True), CallFailed("memory"))  # batches of one sample end these
+AWAITING = (AwaitingSnapshot, AwaitingCopy, AwaitingBriefly)
 transition_of = transition
 
 
@@ -128,11 +126,11 @@ def events(node: Node) -> Iterator[Event]:
         case Capturing():
             yield from (Captured(True), Captured(False), NotDone())
         case AwaitingSnapshot() | AwaitingCopy() | AwaitingBriefly():
-            yield from (Landed(), LostInTransit())
+            yield from (Done(), NotDone())
         case Scheduling():
             yield from (Resources(2), Resources())
         case Launching():
-            yield from (Done(), NotDone(), NotGranted())
+            yield from (Done(), NotDone(), Resources())
         case Rebuilding() | Replacing() if not known.members:
             yield NotDone()
         case Rebuilding() | Replacing() | Restoring():
@@ -142,7 +140,8 @@ def events(node: Node) -> Iterator[Event]:
 def faults_of(node: Node, event: Event, step: Transition) -> Iterator[str]:
     """What must not be."""
     known, commands = node.known, step.commands
-    is_safe = not known.only_in_workers or isinstance(event, Landed) or Do.GIVE_STATE_UP in commands
+    has_arrived = isinstance(node.state, AWAITING) and isinstance(event, Done)
+    is_safe = not known.only_in_workers or has_arrived or Do.GIVE_STATE_UP in commands
     if Do.KILL_GROUP in commands and not is_safe:
         yield "kills the only state"
     if Do.PAY_FOR_RESTART in commands and known.num_left <= 0:
@@ -162,11 +161,11 @@ def faults_of(node: Node, event: Event, step: Transition) -> Iterator[str]:
 def after(node: Node, event: Event) -> tuple[Node, list[str]]:
     """Where an event leads, and what is wrong there."""
     known, state = node.known, node.state
-    if isinstance(event, Landed) and known.in_transit:
+    if isinstance(state, AWAITING) and isinstance(event, Done) and known.in_transit:
         known = replace(known, only_in_workers=False, is_lost=False, has_snapshot=True)
-    if isinstance(event, (Landed, LostInTransit)):
+    if isinstance(state, AWAITING) and not isinstance(event, Interrupted):
         known = replace(known, in_transit=False)
-    if isinstance(event, LostInTransit) and state == AwaitingSnapshot(EndEarly()):
+    if isinstance(event, NotDone) and state == AwaitingSnapshot(EndEarly()):
         known = replace(known, num_lost_copies=known.num_lost_copies + 1)
     step = transition_of(state, event, known)
     wrong = [f"{each}: {type(state).__name__}, {type(event).__name__}" for each in faults_of(node, event, step)]
