@@ -71,11 +71,11 @@ class PlaceInLine:
 class Turns:
     """The queue of calls to a trainer. Only the thread at its head uses the worker group."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
+    def __init__(self, controller: ElasticController) -> None:
+        self._lifecycle = controller
         self._line: list[PlaceInLine] = []
         self._running: PlaceInLine | None = None  # the head of the queue, while its thread uses the worker group
-        self._changes = lifecycle.clock.make_condition()  # guards both
+        self._changes = controller.clock.make_condition()  # guards both
         self._closed = threading.local()
 
     @contextmanager
@@ -314,6 +314,16 @@ class ElasticController(Lifecycle):
             self.turns.stop(force)
         finally:
             self.threads.join()
+
+    def interrupt_thread(self, thread: int) -> None:
+        """Interrupt the call of the thread with this ID, as Ctrl-C would. Call this from another thread.
+
+        The trainer can run further calls afterwards.
+        """
+        self.interrupted = thread
+        # If only the workers have the training state, keep them: the interrupted call fetches the state before it ends.
+        if self.spec.use_local or self.recovery.is_fetching or not self.holds_only_state:
+            self.kill_workers()
 
     def make_room(self) -> str:
         """If resources are short, release resources that this program's other trainers hold.

@@ -116,7 +116,6 @@ class Lifecycle(ABC):
         now: Returns the time of the engine's monotonic clock, in seconds.
         interrupted: ID of the thread whose call was interrupted and must end. None if no call was interrupted.
         gives_state_up: True if training state that existed only in the workers could not be fetched and is lost.
-        is_fetching: True while training state that exists only in the workers is being fetched.
         owes_spares: True if starting missing spare workers was postponed, because a starting process slows down other
             workers on its node.
         num_short: Largest group size at which memory ran out.
@@ -150,7 +149,7 @@ class Lifecycle(ABC):
         self.num_short = 0
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
-        self.gives_state_up = self.is_fetching = self._is_ending = False
+        self.gives_state_up = self._is_ending = False
         self.newcomers: set[Any] = set()
 
     @property
@@ -651,16 +650,6 @@ class Lifecycle(ABC):
                         self.hooks.on_end(group)
                 finally:
                     group.kill_workers()
-
-    def interrupt_thread(self, thread: int) -> None:
-        """Interrupt the call of the thread with this ID, as Ctrl-C would. Call this from another thread.
-
-        The trainer can run further calls afterwards.
-        """
-        self.interrupted = thread
-        # If only the workers have the training state, keep them: the interrupted call fetches the state before it ends.
-        if self.spec.use_local or self.is_fetching or not self.holds_only_state:
-            self.kill_workers()
 
     def end_interrupt(self) -> None:
         """Discard the killed workers of an interrupted call, so that later calls do not use them."""

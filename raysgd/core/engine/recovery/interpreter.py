@@ -83,6 +83,11 @@ class Interpreter:
         """Name of the state of the running recovery. Empty if no recovery runs."""
         return "" if isinstance(self.state, states.Running | None) else type(self.state).__name__
 
+    @property
+    def is_fetching(self) -> bool:
+        """True while training state that exists only in the workers is being fetched."""
+        return isinstance(getattr(self.state, "change", None), Evacuate)
+
     # --------------------------------------------------------------------------------------------- what is asked for
 
     def run(self, call: Call, budget: RetryBudget, number: CallNumber | None) -> Completed | Left:
@@ -168,14 +173,14 @@ class Interpreter:
                         self._do(command, done, event, state)
                     if isinstance(state, states.Finished):
                         break
-                    ended = self._wait(state)
+                    ended = self._waits[type(state)](state)
                     if isinstance(ended, Completed):
                         return ended
                     event = ended
                 except BaseException as interrupt:
                     event = self._interrupt(interrupt)
         finally:
-            self.state, self._lifecycle.is_fetching = None, False
+            self.state = None
             self._begin()
         if error is not None:
             raise error
@@ -245,11 +250,6 @@ class Interpreter:
             self._lifecycle.running.standby.kill(each)
 
     # --------------------------------------------------------------------------------------------------------- waits
-
-    def _wait(self, state: states.State) -> states.Event | Completed:
-        """Wait for what a state names. Return how the wait has ended."""
-        self._lifecycle.is_fetching = isinstance(getattr(state, "change", None), Evacuate)
-        return self._waits[type(state)](state)
 
     def _on_all(self, function: Callable[..., Any]) -> GroupReport:
         group = self._lifecycle.running
