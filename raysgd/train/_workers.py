@@ -20,7 +20,7 @@ from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import GroupHooks
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
 from raysgd.core.engine.lifecycle import ElasticRules
-from raysgd.core.engine.policies import Diagnosis, FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.core.engine.policies import Diagnosis, ElasticRules, FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.core.engine.shared.interface import FrontEndWords, GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import GroupReport, WorkerInfo
 from raysgd.core.text.log_lines import LogRelay

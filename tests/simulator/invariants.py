@@ -127,7 +127,11 @@ class Invariants:
 
     def check_size(self, num_workers: int) -> None:
         schedule = self._simulation.schedule
-        is_enough = num_workers >= schedule.min_workers or self._simulation.controller.recovery.is_fetching or self.may_only_copy
+        is_enough = (
+            num_workers >= schedule.min_workers
+            or self._simulation.controller.recovery.is_fetching
+            or self.may_only_copy
+        )
         self.require(is_enough, f"a group of {num_workers} workers is too small")
         self.require(num_workers <= schedule.num_workers, f"a group of {num_workers} workers is too large")
 

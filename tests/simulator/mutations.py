@@ -283,7 +283,7 @@ def _leaves_the_driver(real: Any) -> Any:
         if self.group is None or self.group.is_driver_only:
             return frozenset()
         used = {info.node_id for info in self.group.infos}
-        leaving = self._rules.leaving_nodes() & used
+        leaving = self.rules.leaving_nodes() & used
         return leaving if used - leaving else frozenset()
 
     return leaving_nodes_in_use

@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.lifecycle import Clock, ElasticRules
-from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.core.engine.policies import ElasticRules, FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import StateHandover, World
 from tests.simulator.befalling import Befalling

@@ -17,17 +17,16 @@ from typing import Any
 from weakref import WeakSet
 
 from raysgd.core.cluster.keeper import keeper
-from raysgd.core.cluster.ray_cluster import RayThreads, cluster_view
-from raysgd.core.cluster.resources import ClusterView
-from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.lifecycle import RELEASE_S, Clock, ElasticRules, Lifecycle
+from raysgd.core.cluster.ray_cluster import RayThreads
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.lifecycle import RELEASE_S, Lifecycle
 from raysgd.core.engine.monitor import LEAVING, NODES_S, ROOM, Monitor
-from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy, classify
+from raysgd.core.engine.policies import RetryBudget, classify
 from raysgd.core.engine.recovery import interpreter
 from raysgd.core.engine.recovery.interpreter import Interpreter
 from raysgd.core.engine.recovery.running_call import LOST_ON_ITS_WAY
 from raysgd.core.engine.recovery.states import NUM_COPIES
-from raysgd.core.engine.shared.interface import Call, Completed, GroupSpec, Left
+from raysgd.core.engine.shared.interface import Call, Completed, Left
 from raysgd.core.engine.shared.types import Failed
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
 from raysgd.core.engine.startup import Loan
@@ -224,12 +223,7 @@ class Turns:
 class ElasticController(Lifecycle):
     """Runs calls on a worker group. Repairs or replaces the group when workers are lost.
 
-    The base class `Lifecycle` documents the arguments that are not listed here.
-
-    Args:
-        scaling: Policy that decides the number of workers.
-        failures: Policy that decides whether a failed call continues, restarts or raises.
-        start_budget: Retries for workers that die while a group starts. Default: a few attempts for each start.
+    The base class `Lifecycle` documents the arguments.
 
     Attributes:
         num_calls: Sequence number of the current or last call. Consecutive calls that change the training state have
@@ -238,24 +232,13 @@ class ElasticController(Lifecycle):
         threads: Starts threads that call Ray. `stop` waits for them.
     """
 
-    def __init__(
-        self,
-        spec: GroupSpec,
-        scaling: ScalingPolicy,
-        failures: FailurePolicy | None = None,
-        make_group: Callable[[GroupSpec, int], WorkerGroup] = WorkerGroup,
-        view: Callable[[], ClusterView] = cluster_view,
-        clock: Clock | None = None,
-        rules: ElasticRules | None = None,
-        start_budget: RetryBudget | None = None,
-        hooks: GroupHooks | None = None,
-    ) -> None:
-        super().__init__(spec, scaling, make_group, view, clock, rules or ElasticRules(), hooks or GroupHooks())
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _OF_THIS_PROGRAM.add(self)
         # If the driver is the only worker and there are no spares, changes in the cluster do not matter.
-        self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
+        self._follows_cluster = self.scaling.max_workers > self.spec.use_local or bool(self.spec.num_spares)
         self.monitor = Monitor(self)
-        self.recovery = Interpreter(self, self.monitor, failures or FailurePolicy(), start_budget)
+        self.recovery = Interpreter(self, self.monitor)
         self.turns = Turns(self)
         self.threads = RayThreads()
         self.num_calls = 0
@@ -591,7 +574,7 @@ class ElasticController(Lifecycle):
             return
         now = self.now()
         if now >= self._nodes_due:
-            self._nodes_due = now + NODES_S
+            self._nodes_due = now + NODES_S  # also for the calls by which the nodes are left
             if self.leaving_nodes_in_use():
                 self._leave_nodes(budget)
         if call.changes_state:

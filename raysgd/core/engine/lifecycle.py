@@ -10,21 +10,22 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from raysgd.core.cluster.keeper import KeptGroup, keeper
-from raysgd.core.cluster.ray_cluster import session
+from raysgd.core.cluster.ray_cluster import cluster_view, session
 from raysgd.core.cluster.resources import ClusterView, capacity, explain, impossibility
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.policies import (
+    ElasticRules,
+    FailurePolicy,
     Resizing,
+    RetryBudget,
     ScalingPolicy,
-    Wait,
     WaitForWorkers,
     classify,
-    resizing,
     words,
 )
 from raysgd.core.engine.shared.interface import (
@@ -51,10 +52,8 @@ RELEASE_S = 60.0  # longest wait until Ray has released a reservation
 _REPLACEMENTS = START_ATTEMPTS - 1
 SETTLE_S = 1.0  # Ray's view of free resources lags by a few hundred milliseconds
 _RETURN_S = 10.0  # on a busy machine, it takes seconds until a removed placement group has freed its resources
-_IN_THE_WAY_S = 5.0  # reservation timeout if this program's other trainers hold the resources: they rarely release them
 # Timeout for reserving free resources: Ray grants them at once unless another program took them.
 _GROWTH_RESERVATION_S = 1.0
-_REBUILD_RESERVATION_S = 10.0
 _SUSPICION_S = 60.0
 _HEAD_S = 0.5
 
@@ -65,49 +64,32 @@ class Clock:
 
     Attributes:
         monotonic: Returns seconds of a monotonic clock.
-        sleep: Sleeps for a number of seconds.
+        sleep: Sleeps for a number of seconds. Default: a sleep that ends early if the trainer is stopped.
         make_condition: Creates a condition variable, with a reentrant lock, for the driver's threads.
     """
 
     monotonic: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], object] = time.sleep
+    sleep: Callable[[float], object] | None = None
     make_condition: Callable[[], threading.Condition] = threading.Condition
 
 
-@dataclass(frozen=True)
-class ElasticRules:
-    """The rules for how a worker group responds to changes of the cluster.
-
-    Attributes:
-        wait: Whether survivors of a failure wait for new workers: True, False or "auto". See `resizing`.
-        resize_interval_s: Seconds between checks for free resources during a call. With None, the group never grows
-            during a call.
-        leaving_nodes: Returns the IDs of nodes that will be removed soon.
-        keeps_global_batch: Returns True if the result of a training step does not depend on the number of workers.
-            Survivors can then continue calls without replacements.
-    """
-
-    wait: Wait = True
-    resize_interval_s: float | None = None
-    leaving_nodes: Callable[[], frozenset[str]] = frozenset
-    keeps_global_batch: Callable[[], bool] = lambda: False
-
-
+@dataclass(eq=False)
 class Lifecycle(ABC):
     """Holds, starts and stops a trainer's worker group. After the trainer is stopped, no group is started.
 
     The subclass `ElasticController` runs calls on the group.
 
-    Args:
+    Attributes:
         spec: The settings with which groups are started.
         scaling: Policy that decides the number of workers.
+        failures: Policy that says which failures are retried.
         make_group: Creates a group without starting it.
         view: Returns the state of the cluster.
-        clock: The clock, sleep and lock. Default: real time, with a sleep that ends early if the trainer is stopped.
+        clock: The clock, sleep and lock.
         rules: How the group responds to changes of the cluster.
+        start_budget: Retries for workers that die while a group starts. None to limit only how often a start is
+            attempted: `num_attempts` of the scaling policy.
         hooks: The front end's callbacks for when the group starts, changes or ends.
-
-    Attributes:
         group: The worker group. None before the first start and after the group was killed.
         snapshots: The last snapshot and the calls since that snapshot.
         history: The events of the trainer's worker groups.
@@ -123,22 +105,20 @@ class Lifecycle(ABC):
             failed.
     """
 
-    def __init__(
-        self,
-        spec: GroupSpec,
-        scaling: ScalingPolicy,
-        make_group: Callable[[GroupSpec, int], WorkerGroup],
-        view: Callable[[], ClusterView],
-        clock: Clock | None,
-        rules: ElasticRules,
-        hooks: GroupHooks,
-    ) -> None:
-        self.spec, self.scaling, self.hooks = spec, scaling, hooks
-        self.make_group, self.view, self._rules = make_group, view, rules
+    spec: GroupSpec
+    scaling: ScalingPolicy
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
+    make_group: Callable[[GroupSpec, int], WorkerGroup] = WorkerGroup
+    view: Callable[[], ClusterView] = cluster_view
+    clock: Clock = Clock()
+    rules: ElasticRules = field(default_factory=ElasticRules)
+    start_budget: RetryBudget | None = None
+    hooks: GroupHooks = field(default_factory=GroupHooks)
+
+    def __post_init__(self) -> None:
         self.stopped = threading.Event()
-        self.clock = clock or Clock(sleep=self.stopped.wait)
         self.now = self.clock.monotonic
-        self.snapshots = Snapshots(spec, self.now, self.is_cut_off)
+        self.snapshots = Snapshots(self.spec, self.now, self.is_cut_off)
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
@@ -215,7 +195,7 @@ class Lifecycle(ABC):
 
         See `check_active`.
         """
-        self.clock.sleep(seconds)
+        (self.clock.sleep or self.stopped.wait)(seconds)
         self.check_active()
 
     def check_not_ending(self, cause: str) -> None:
@@ -255,23 +235,6 @@ class Lifecycle(ABC):
 
     # ------------------------------------------------------------------------------------------------ starts
 
-    def try_start_all(self, num_workers: int, num_spares: int) -> bool:
-        """Start the workers of a new trainer, and wait until the resources for all of them are granted.
-
-        See `try_start`.
-        """
-        in_the_way, timeout_s = self.make_room(), self.spec.reservation_timeout_s
-        if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # any other timeout was chosen by the user
-            timeout_s = _IN_THE_WAY_S
-        try:
-            return self.try_start(num_workers, num_spares, timeout_s)
-        except ReservationTimeoutError as error:
-            if not in_the_way:
-                raise
-            raise ReservationTimeoutError(
-                f"This program holds the room itself: call `shutdown()` of {in_the_way} first.\n{error}"
-            ) from None
-
     def take_over(self) -> bool:
         """Adopt the workers that the trainer's previous process left running. Return False if no workers were left."""
         kept_by = keeper()
@@ -289,7 +252,7 @@ class Lifecycle(ABC):
         logger.info("found %s workers again", len(kept.workers))
         return True
 
-    def try_start(self, num_workers: int, num_spares: int, timeout_s: float = _REBUILD_RESERVATION_S) -> bool:
+    def try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
         """Start a group of `num_workers` workers. Return False if too few workers survive the start.
 
         Args:
@@ -483,9 +446,7 @@ class Lifecycle(ABC):
     @property
     def resizing(self) -> Resizing:
         """The rules for when the number of workers changes, with the current settings and group."""
-        keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
-        rules, most = self._rules, self.scaling.max_workers
-        return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self.num_short)
+        return self.rules.resizing(self.scaling.max_workers, self.num_short, regroups=self.spec.regroups)
 
     def find_room(self) -> int:
         """Return by how many workers the group could grow, given the free resources and the group's reserved slots."""
@@ -585,7 +546,7 @@ class Lifecycle(ABC):
         Empty if the program is about to end, because no worker moves or starts then. Besides, Ray may already have
         stopped. A save would then have to wait until the request to Ray is given up.
         """
-        return frozenset() if self.is_ending else self._rules.leaving_nodes()
+        return frozenset() if self.is_ending else self.rules.leaving_nodes()
 
     def suspect(self, survivors: Sequence[int]) -> None:
         """Place no new workers on the nodes of silent ranks for a while, because these nodes may be dead.

@@ -6,7 +6,7 @@ cluster.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Literal
@@ -130,25 +130,38 @@ class Resizing:
     minds_memory: bool = False
 
 
-def resizing(
-    wait: Wait, interval_s: float | None, keeps_global_batch: bool, max_workers: int, num_short: int = 0
-) -> Resizing:
-    """Return the rules for when the number of workers changes.
+@dataclass(frozen=True)
+class ElasticRules:
+    """The rules for how a worker group responds to changes of the cluster.
 
-    Args:
-        wait: The user's choice of whether survivors wait for new workers.
-        interval_s: Seconds between checks for free resources during a call. None for no checks.
-        keeps_global_batch: True if the result of a training step does not depend on the number of workers. Survivors
-            can then continue without replacements.
-        max_workers: Number of workers that the trainer should have.
-        num_short: Largest group size with which memory ran out. 0 if memory never ran out.
+    Attributes:
+        wait: The user's choice of whether survivors of a failure wait for new workers.
+        resize_interval_s: Seconds between checks for free resources during a call. With None, the group never grows
+            during a call.
+        leaving_nodes: Returns the IDs of nodes that will be removed soon.
+        keeps_global_batch: Returns True if the result of a training step does not depend on the number of workers.
+            Survivors can then continue calls without replacements.
     """
-    if wait == AUTO and keeps_global_batch:
-        enough = min(max_workers, num_short + 1)
-        return Resizing(interval_s, enough, enough, minds_memory=True)
-    if wait:
-        return Resizing(None if wait == AUTO else interval_s, max_workers, max_workers)
-    return Resizing(interval_s, 1, max_workers)
+
+    wait: Wait = True
+    resize_interval_s: float | None = None
+    leaving_nodes: Callable[[], frozenset[str]] = frozenset
+    keeps_global_batch: Callable[[], bool] = lambda: False
+
+    def resizing(self, max_workers: int, num_short: int = 0, *, regroups: bool = True) -> Resizing:
+        """Return the rules for when the number of workers changes.
+
+        Args:
+            max_workers: Number of workers that the trainer should have.
+            num_short: Largest group size with which memory ran out. 0 if memory never ran out.
+            regroups: True if replicas can continue in another group.
+        """
+        if self.wait == AUTO and regroups and self.keeps_global_batch():
+            enough = min(max_workers, num_short + 1)
+            return Resizing(self.resize_interval_s, enough, enough, minds_memory=True)
+        if self.wait:
+            return Resizing(None if self.wait == AUTO else self.resize_interval_s, max_workers, max_workers)
+        return Resizing(self.resize_interval_s, 1, max_workers)
 
 
 @dataclass(frozen=True)

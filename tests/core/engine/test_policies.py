@@ -8,6 +8,7 @@ import pytest
 
 from raysgd.core.cluster.resources import ClusterView, NodeView, Resources
 from raysgd.core.engine.policies import (
+    ElasticRules,
     LostNodes,
     Resizing,
     RetryBudget,
@@ -20,7 +21,6 @@ from raysgd.core.engine.policies import (
     emptied_nodes,
     failed_alike,
     is_lack_of_memory,
-    resizing,
     takers,
     why_not_started,
     words,
@@ -275,7 +275,8 @@ def test_a_budget_without_end_is_never_spent() -> None:
 
 @pytest.mark.parametrize(("num_short", "enough"), [(0, 1), (3, 4), (4, 5), (5, 6), (6, 6), (7, 6)])
 def test_survivors_wait_for_more_than_those_with_whom_memory_ran_out(num_short: int, enough: int) -> None:
-    assert resizing("auto", 60.0, True, 6, num_short) == Resizing(60.0, enough, enough, minds_memory=True)
+    rules = ElasticRules("auto", 60.0, keeps_global_batch=lambda: True)
+    assert rules.resizing(6, num_short) == Resizing(60.0, enough, enough, minds_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -291,9 +292,13 @@ def test_survivors_wait_for_more_than_those_with_whom_memory_ran_out(num_short: 
 def test_where_a_step_would_be_another_one_survivors_wait_unless_they_are_not_to(
     wait: Wait, keeps_global_batch: bool, expected: Resizing
 ) -> None:
-    assert resizing(wait, 2.0, keeps_global_batch, 4) == expected
-    assert resizing(wait, 2.0, keeps_global_batch, 4, num_short=3) == expected
-    assert resizing(wait, None, keeps_global_batch, 4) == replace(expected, check_s=None)
+    rules = ElasticRules(wait, 2.0, keeps_global_batch=lambda: keeps_global_batch)
+    assert rules.resizing(4) == expected
+    assert rules.resizing(4, num_short=3) == expected
+    assert replace(rules, resize_interval_s=None).resizing(4) == replace(expected, check_s=None)
+    assert replace(rules, keeps_global_batch=lambda: True).resizing(4, regroups=False) == (
+        replace(rules, keeps_global_batch=lambda: False).resizing(4)
+    )
 
 
 def report(*kinds: FailureKind | None) -> GroupReport:

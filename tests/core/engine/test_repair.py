@@ -193,8 +193,8 @@ def test_where_no_one_is_left_but_spares_these_go_on_from_the_last_snapshot_with
 def four(keeps_global_batch: bool = True, **options: Any) -> Trainer:
     """Four workers; survivors of a loss choose whether they wait."""
     trainer = Trainer(**{"num_workers": 4, "nodes": (4,), "resize_interval_s": "auto", **options})
-    rules = trainer.controller._rules
-    trainer.controller._rules = replace(rules, keeps_global_batch=lambda: keeps_global_batch)
+    rules = trainer.controller.rules
+    trainer.controller.rules = replace(rules, keeps_global_batch=lambda: keeps_global_batch)
     return trainer.started()
 
 

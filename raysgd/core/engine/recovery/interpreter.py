@@ -17,11 +17,19 @@ from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.lifecycle import SETTLE_S, START_ATTEMPTS, Lifecycle
 from raysgd.core.engine.monitor import Monitor
-from raysgd.core.engine.policies import FailurePolicy, RetryBudget, are_alike, classify, takers, words
+from raysgd.core.engine.policies import RetryBudget, are_alike, classify, takers, words
 from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.running_call import RunningCall
 from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, Evacuate, Reuse, Why
-from raysgd.core.engine.shared.interface import Call, Completed, EventKind, Left, RegroupingReplica, method_of
+from raysgd.core.engine.shared.interface import (
+    Call,
+    Completed,
+    EventKind,
+    GroupSpec,
+    Left,
+    RegroupingReplica,
+    method_of,
+)
 from raysgd.core.engine.shared.types import GroupReport, StateHandover
 from raysgd.core.engine.transfers import LostPartError
 from raysgd.core.engine.worker import RemoteWorker
@@ -32,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Longest time for which survivors wait for new workers; workers that take longer can still join later.
 STANDBY_WAIT_S = 30.0
+_RESERVATION_S = 10.0  # how long to wait for resources that were free a moment ago
+_IN_THE_WAY_S = 5.0  # if this program's other trainers hold the resources: they rarely release them
 _AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example to save it to a file
 
 
@@ -41,20 +51,14 @@ class Interpreter:
     Args:
         lifecycle: Holds the worker group.
         monitor: Watches the group.
-        failures: Says which failures are retried.
-        start_budget: Retries for workers that die while a group starts. With None, only the `num_attempts` of the
-            scaling policy limits how often a start is attempted.
 
     Attributes:
         state: What the driver waits for. None between calls.
     """
 
-    def __init__(
-        self, lifecycle: Lifecycle, monitor: Monitor, failures: FailurePolicy, start_budget: RetryBudget | None
-    ) -> None:
-        self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
+    def __init__(self, lifecycle: Lifecycle, monitor: Monitor) -> None:
+        self._lifecycle, self._monitor = lifecycle, monitor
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
-        self._starts = start_budget
         self._waits: dict[type[states.State], Callable[[Any], states.Event | Completed]] = {
             states.Running: self._running,
             states.Polling: self._polling,
@@ -76,7 +80,7 @@ class Interpreter:
         self._begin()
 
     def _begin(self, *args: Any) -> None:
-        self._current = RunningCall(self._lifecycle, self._monitor, self._failures, self._starts, *args)
+        self._current = RunningCall(self._lifecycle, self._monitor, *args)
 
     @property
     def doing(self) -> str:
@@ -475,11 +479,18 @@ class Interpreter:
         return states.Resources(*found)
 
     def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.Resources:
-        needs_all = state.plan.needs_all
-        start = self._lifecycle.try_start_all if needs_all else self._lifecycle.try_start
+        lifecycle, needs_all, timeout_s = self._lifecycle, state.plan.needs_all, _RESERVATION_S
+        in_the_way = lifecycle.make_room() if needs_all else ""
+        if needs_all:
+            timeout_s = self._spec.reservation_timeout_s
+            if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # any other was chosen by the user
+                timeout_s = _IN_THE_WAY_S
         try:
-            has_started = start(state.num_workers, state.num_spares)
+            has_started = lifecycle.try_start(state.num_workers, state.num_spares, timeout_s)
         except ReservationTimeoutError as error:  # another program took the free resources, or their node was lost
+            if in_the_way:
+                blocked = f"This program holds the room itself: call `shutdown()` of {in_the_way} first."
+                raise ReservationTimeoutError(f"{blocked}\n{error}") from None
             if needs_all:
                 raise
             logger.warning("%s", str(error).partition("\n")[0])

@@ -53,6 +53,7 @@ from raysgd.core.engine.recovery.states import (
     Replacing,
     Resources,
     Restart,
+    Restarting,
     Restoring,
     Reuse,
     Running,
@@ -198,9 +199,7 @@ def _plan_of(state: State) -> Raise | Restart | None:
     match state:
         case Settling(change) | TearingDown(change) | FillingUp(change) | Regrouping(change):
             return change.plan if isinstance(change, Evacuate | Reuse) else None
-        case Capturing(Evacuate(plan)) | AwaitingCopy(Evacuate(plan)) | AwaitingBriefly(plan):
-            return plan
-        case Scheduling(plan) | Launching(plan) | Rebuilding(plan) | Replacing(plan) | Restoring(plan):
+        case Capturing(Evacuate(plan)) | AwaitingCopy(Evacuate(plan)) | Restarting(plan):
             return plan
     return None
 

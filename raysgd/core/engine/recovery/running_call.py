@@ -14,7 +14,6 @@ from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.policies import (
     LOOK_AT_RAYS_LOG,
     Diagnosis,
-    FailurePolicy,
     RetryBudget,
     classify,
     failed_alike,
@@ -109,8 +108,6 @@ class RunningCall:
     Args:
         lifecycle: Holds the worker group.
         monitor: Watches the group.
-        failures: Says which failures are retried.
-        starts: Retries of a start, if they are limited.
         reason: Why the group changes, if no call runs.
         call: The call, if one runs.
         budget: The call's retries.
@@ -130,14 +127,12 @@ class RunningCall:
         self,
         lifecycle: Lifecycle,
         monitor: Monitor,
-        failures: FailurePolicy,
-        starts: RetryBudget | None,
         reason: str = "",
         call: Call = _NO_CALL,
         budget: RetryBudget | None = None,
         number: CallNumber | None = None,
     ) -> None:
-        self._lifecycle, self._monitor, self._failures, self.starts = lifecycle, monitor, failures, starts
+        self._lifecycle, self._monitor, self.starts = lifecycle, monitor, lifecycle.start_budget
         self.call, self.budget, self._number = call, budget or RetryBudget(0), number
         self.was_sent, self.num_lost_copies = False, 0
         self.shrank_at: int | None = None
@@ -245,8 +240,8 @@ class RunningCall:
             lifecycle.start_standby()  # if survivors continued in place before, no new workers were started then
         if diagnosis.kind == "disconnected" and not lifecycle.spec.keeps_survivors:
             self._monitor.tell_stuck()
-        self._failures.renew_if_due(self.budget, can_continue=call.can_continue)
-        continues = self._failures.continues and call.can_continue and self.budget.num_retries
+        lifecycle.failures.renew_if_due(self.budget, can_continue=call.can_continue)
+        continues = lifecycle.failures.continues and call.can_continue and self.budget.num_retries
         if diagnosis.kind == "disconnected" and self.budget.is_spent and not continues:
             # No one looks for the ranks behind the lost connections later, so that the error could name them.
             everyone = range(len(lifecycle.running))
@@ -262,7 +257,7 @@ class RunningCall:
         return states.Known(
             spec=lifecycle.spec,
             scaling=lifecycle.scaling,
-            failures=self._failures,
+            failures=lifecycle.failures,
             in_call=call is not _NO_CALL,
             was_sent=self.was_sent,
             members=states.NO_WORKERS if group is None else frozenset(group.workers),

@@ -265,49 +265,42 @@ class AwaitingCopy:
 
 
 @dataclass(frozen=True)
-class AwaitingBriefly:
-    """Before other workers are started, the driver waits a few seconds for a snapshot in transit."""
+class Restarting:
+    """A step in which the last snapshot is restored."""
 
     plan: Restart
+
+
+class AwaitingBriefly(Restarting):
+    """Before other workers are started, the driver waits a few seconds for a snapshot in transit."""
 
 
 @dataclass(frozen=True)
-class Rebuilding:
+class Rebuilding(Restarting):
     """Members and standby workers connect and build their replicas again, until no more of them are lost meanwhile."""
 
-    plan: Restart
     members: Members
     joining: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class Replacing:
+class Replacing(Restarting):
     """Workers were lost in a restore. The others, and standby workers, connect and build their replicas again."""
 
-    plan: Restart
 
-
-@dataclass(frozen=True)
-class Scheduling:
+class Scheduling(Restarting):
     """The driver looks for free resources, and waits if too few are free."""
 
-    plan: Restart
-
 
 @dataclass(frozen=True)
-class Launching:
+class Launching(Restarting):
     """A new group of `num_workers` workers starts, and some spares."""
 
-    plan: Restart
     num_workers: int
     num_spares: int = 0
 
 
-@dataclass(frozen=True)
-class Restoring:
+class Restoring(Restarting):
     """All ranks load the last snapshot and repeat the calls since."""
-
-    plan: Restart
 
 
 @dataclass(frozen=True)
