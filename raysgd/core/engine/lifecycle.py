@@ -266,8 +266,24 @@ class Lifecycle(ABC):
         """
         group = self._starting = self.make_group(self.spec, num_workers)
         group.num_spares, group.standby.replacements = num_spares, self._replacements
+        # Number of workers that must survive the start. None means all: without `keeps_processes`, the group cannot
+        # change later.
+        num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
         try:
-            report = self._start_group(group, timeout_s)
+            with OnFailure(group.kill):
+                self.check_active()  # if `stop` is called after this check, it finds the group in `_starting`
+                report = group.start(timeout_s, num_needed)
+                if self.scaling.max_workers > self.spec.use_local:
+                    self._session = session()
+                report = self.without_lost(report, group, captures=self.spec.captures_after_calls)
+                if not report.ok:
+                    group.kill()
+                else:
+                    with OnFailure(partial(self._end_group, group)):
+                        failed = self.hooks.on_start(group)
+                    if failed is not None:
+                        self._end_group(group)
+                        report = failed
         finally:
             self._starting = None
         if not report.ok:
@@ -295,30 +311,6 @@ class Lifecycle(ABC):
         """
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
         self.keep_facts([answer.value for answer in report.values])
-
-    def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
-        """Start a group and call the front end's hook `on_start`.
-
-        Return the report of the start. If the hook reports that a worker died, return the hook's report instead. After
-        any failure, kill the group and release its resources.
-        """
-        # Number of workers that must survive the start. None means all: without `keeps_processes`, the group cannot
-        # change later.
-        num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
-        with OnFailure(group.kill):
-            self.check_active()  # if `stop` is called after this check, it finds the group in `_starting`
-            report = group.start(timeout_s, num_needed)
-            if self.scaling.max_workers > self.spec.use_local:
-                self._session = session()
-            report = self.without_lost(report, group, captures=self.spec.captures_after_calls)
-            if not report.ok:
-                group.kill()
-                return report
-            with OnFailure(partial(self._end_group, group)):
-                failed = self.hooks.on_start(group)
-            if failed is not None:
-                self._end_group(group)
-            return failed or report
 
     def without_lost(
         self,

@@ -226,21 +226,18 @@ class Interpreter:
                 snapshots.leave_call()
             case Do.NOTE_ABORTED, _, _:
                 snapshots.note_broken_off(current.call, has_group=lifecycle.group is not None)
-            case Do.KILL_JOINING, _, states.Filled(joining):
-                self._kill_joining(joining)
-            case Do.KILL_JOINING, states.TearingDown(joining=joining) | states.FillingUp(joining=joining), _:
-                self._kill_joining(joining)
             case Do.KILL_JOINING, _, _:
-                pass
+                taken = event if isinstance(event, states.Filled) else done
+                if isinstance(taken, states.Filled | states.TearingDown | states.FillingUp):  # not yet in the group
+                    self._kill_joining(taken.joining)
             case Do.KILL_GROUP, _, _:
                 lifecycle.kill_group()
-            case Do.NOTE_HANG, _, _:
-                current.budget.note_hang()
             case Do.PAY_TO_CONTINUE, states.Regrouping(), _:
                 current.budget.pay_for_continuing(done.source.position)
-            case Do.PAY_TO_CONTINUE, _, states.Polled(position=position):
+            case Do.PAY_TO_CONTINUE, states.Capturing(change) | states.AwaitingCopy(change), _:
+                assert isinstance(change, CopyInside), "only a call that must end early is tried again"
                 logger.warning("%s; the call is tried again before it ends early", current.incident.cause)
-                current.budget.pay_for_continuing(position)
+                current.budget.pay_for_continuing(change.position)
             case Do.PAY_FOR_RESTART, _, _ if current.incident.diagnosis is not None:
                 current.budget.pay_for_restart()
                 lifecycle.hooks.on_failure(current.incident.diagnosis)
@@ -267,8 +264,7 @@ class Interpreter:
         if not report.ok:
             is_resumed = state.why is states.Poll.RESUME
             return current.failed(report) if is_resumed else states.CallFailed(classify(report).kind)
-        found = [answer.value for answer in report.values]
-        return states.Polled(are_alike(found), max(each.position for each in found))
+        return states.Polled(are_alike([answer.value for answer in report.values]))
 
     # ---- a change in place
 
@@ -289,15 +285,16 @@ class Interpreter:
         else:
             living = group.settle(self._current.report, self._monitor.tell_stuck)
         if isinstance(change, Continue) and change.why is Why.FAILURE:
-            self._current.incident.silent = set(group.silent)
+            incident = self._current.incident
+            incident.silent = set(group.silent)
+            # If a rank had died, stuck ranks might just be slow.
+            if group.stuck and incident.diagnosis is not None and incident.diagnosis.kind == "disconnected":
+                self._current.budget.note_hang()
         if isinstance(change, Reuse) and not (living and self._spec.renews):
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
         if isinstance(change, Continue | Reuse):
             self._lifecycle.suspect(living)
-        diagnosis = self._current.incident.diagnosis
-        # If a rank had died, stuck ranks might just be slow.
-        has_hung = bool(group.stuck) and diagnosis is not None and diagnosis.kind == "disconnected"
-        return states.Survivors(group.of_ranks(living), has_hung)
+        return states.Survivors(group.of_ranks(living))
 
     def _tearing_down(self, state: states.TearingDown) -> states.Progress | states.Lost | states.UserRaised:
         group, change = self._lifecycle.running, state.change

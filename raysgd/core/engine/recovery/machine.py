@@ -97,18 +97,13 @@ def transition(state: State, event: Event, known: Known) -> Transition:
             return _raise_and_keep(Raise(End.USER_ERROR), known)
         case Polling(Poll.COMPARE), Polled() | CallFailed():
             return Transition(AwaitingSnapshot(Raise(End.RAISED_APART)))
-        case Polling(Poll.PAY), CallFailed():  # the next attempt fails, too, and pays
-            return Transition(Running("resume"))
-        case Polling(Poll.PAY), Polled(position=position):
-            obstacle = known.obstacle_to_continuing(position)
-            if obstacle is None:
-                return Transition(Running("resume"), (Do.PAY_TO_CONTINUE,))
-            result = _give_up(known) if known.is_ending else _restart_after_failure(known)
-            return result.after(Abandon(Continue(Why.FAILURE), known.members, obstacle))
 
         # ---- a change in place
-        case Settling(change), Survivors(members, has_hung):
-            return _with_survivors(change, members, has_hung, known)
+        case Settling(Reuse() as change), Survivors() if not known.spec.renews:
+            # The survivors could not continue, so something may be broken.
+            return _tear_down(TearingDown(change, NO_WORKERS), known)
+        case Settling(change), Survivors(members):
+            return _tear_down(TearingDown(change, members), known)
         case TearingDown(), Progress():
             return _with_progress(state, event, known)
         case TearingDown(change, members), UserRaised(words):
@@ -134,8 +129,8 @@ def transition(state: State, event: Event, known: Known) -> Transition:
             return _tear_down(TearingDown(_regrouped(change), remaining), known, words)
 
         # ---- the state goes to the driver
-        case Capturing(CopyInside()), Captured(is_inside=False):
-            return _enlarge(known)  # a copy from after the call would repeat the call
+        case Capturing(CopyInside() as change), Captured(is_inside=False):
+            return _enlarge(change, known)  # a copy from after the call would repeat the call
         case Capturing(change), Captured(parts=parts):
             return Transition(AwaitingCopy(change, parts), (Do.TAKE_PARTS,))
         case Capturing(change) | AwaitingCopy(change), NotDone():
@@ -243,13 +238,6 @@ def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> 
     return Transition(TearingDown(Continue(why, staying, parts=parts), staying), commands)
 
 
-def _with_survivors(change: Change, members: Members, has_hung: bool, known: Known) -> Transition:
-    hangs = (Do.NOTE_HANG,) if has_hung and isinstance(change, Continue) and change.why is Why.FAILURE else ()
-    if isinstance(change, Reuse) and not known.spec.renews:
-        members = NO_WORKERS  # the survivors could not continue, so something may be broken
-    return _tear_down(TearingDown(change, members), known).after(*hangs)
-
-
 def _tear_down(state: TearingDown, known: Known, words: str = "no worker is left") -> Transition:
     if state.members:
         return Transition(state)
@@ -282,6 +270,8 @@ def _with_progress(state: TearingDown, progress: Progress, known: Known) -> Tran
 def _with_group(state: Regrouping, moves_rank_0: bool, known: Known) -> Transition:
     change, num_workers = _regrouped(state.change), len(state.members) + len(state.joining)
     commands: list[Command] = [Do.DROP_IN_TRANSIT] if moves_rank_0 else []  # rank 0 sends the snapshots
+    if isinstance(change, CopyInside):
+        change = replace(change, position=state.source.position)
     if isinstance(change, CopyInside | Evacuate):
         return Transition(Capturing(change), tuple(commands))
     assert isinstance(change, Continue), "replicas that are built again form no group before"
@@ -312,11 +302,15 @@ def _cannot_continue(
     return result.after(Abandon(change, members, reason), Do.KILL_JOINING)
 
 
-def _enlarge(known: Known) -> Transition:
+def _enlarge(change: CopyInside, known: Known) -> Transition:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
-    if len(known.members) >= known.scaling.min_workers or known.is_ending:
-        return Transition(Polling(Poll.PAY))
-    return Transition(TearingDown(Continue(Why.FAILURE, known.members), known.members))
+    if len(known.members) < known.scaling.min_workers and not known.is_ending:
+        return Transition(TearingDown(Continue(Why.FAILURE, known.members), known.members))
+    obstacle = known.obstacle_to_continuing(change.position)
+    if obstacle is None:
+        return Transition(Running("resume"), (Do.PAY_TO_CONTINUE,))
+    result = _give_up(known) if known.is_ending else _restart_after_failure(known)
+    return result.after(Abandon(Continue(Why.FAILURE), known.members, obstacle))
 
 
 def _copy_again(change: CopyInside | Evacuate, known: Known) -> Transition:
@@ -326,7 +320,7 @@ def _copy_again(change: CopyInside | Evacuate, known: Known) -> Transition:
         if known.is_cut_off:
             return _without_copy(known)
         again = Transition(Settling(replace(change, num_copies=num_copies)))
-        return again if num_copies < NUM_COPIES else _enlarge(known)
+        return again if num_copies < NUM_COPIES else _enlarge(change, known)
     num_copies = num_copies if change.copied_by == known.members else 1
     if num_copies < NUM_COPIES:
         return Transition(Settling(Evacuate(change.plan, num_copies, known.members)))

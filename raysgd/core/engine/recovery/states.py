@@ -139,11 +139,13 @@ class CopyInside:
         failed: The failure of the call.
         has_regrouped: True if a group was formed, or at least attempted.
         num_copies: Number of copies that were lost.
+        position: Position of the survivors in the call, once they have formed a group.
     """
 
     failed: CallFailed
     has_regrouped: bool = False
     num_copies: int = 0
+    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,6 @@ class Poll(Enum):
 
     RESUME = auto()  # after the snapshot of a paused call was lost: are all ranks still there?
     COMPARE = auto()  # all ranks failed at the same line: do they have the same state?
-    PAY = auto()  # no snapshot from inside a call that must end early: how much progress has the group made?
 
 
 @dataclass(frozen=True)
@@ -359,10 +360,9 @@ class CallFailed:
 
 @dataclass(frozen=True)
 class Survivors:
-    """The workers that can be used again. `has_hung`: others hang, although only lost connections were reported."""
+    """The workers that can be used again."""
 
     members: Members
-    has_hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -419,10 +419,9 @@ class Captured:
 
 @dataclass(frozen=True)
 class Polled:
-    """All ranks have reported. `are_alike`: they have the same state. `position`: that of the most advanced rank."""
+    """All ranks have reported. `are_alike`: they have the same state."""
 
     are_alike: bool = True
-    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -556,7 +555,6 @@ class Do(Enum):
     NOTE_ABORTED = auto()  # no snapshot has the state that an aborted call has left
     KILL_JOINING = auto()  # workers that were taken for a group that is not formed
     KILL_GROUP = auto()
-    NOTE_HANG = auto()  # continuing costs a retry
     PAY_TO_CONTINUE = auto()
     PAY_FOR_RESTART = auto()  # and notify the front end
     PAY_FOR_START = auto()

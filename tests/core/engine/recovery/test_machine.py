@@ -107,9 +107,9 @@ def events(node: Node) -> Iterator[Event]:
         case Polling(Poll.RESUME):
             yield from (Polled(), CallFailed("died"))
         case Polling():
-            yield from (Polled(), Polled(are_alike=False), Polled(position=1), CallFailed("died"))
+            yield from (Polled(), Polled(are_alike=False), CallFailed("died"))
         case Settling():
-            yield from (Survivors(each, True) for each in (*smaller(known.members), known.members))
+            yield from (Survivors(each) for each in (*smaller(known.members), known.members))
         case TearingDown(_, members):
             yield from (Progress((ReplicaProgress(steps),)) for steps in (0, 1))
             yield from (Progress((ReplicaProgress(can_be_source=False),)), UserRaised())
@@ -180,7 +180,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         known = replace(known, members=NO_WORKERS, only_in_workers=False, in_transit=False)
     if Do.PAY_FOR_RESTART in commands:
         known = replace(known, num_left=known.num_left - 1, continued_at=None, free_from=1)
-    if Do.NOTE_HANG in commands:
+    if isinstance(event, Survivors):  # others may hang
         known = replace(known, free_from=float("inf"))
     if Do.PAY_TO_CONTINUE in commands:
         known = replace(known, num_left=known.num_left - (known.free_from > 1), continued_at=1, free_from=3)
@@ -188,8 +188,6 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         known = replace(known, num_starts_left=(known.num_starts_left or 0) - 1)
     if isinstance(state, Restoring) and isinstance(event, NotDone):
         known = replace(known, members=(smaller(known.members) or [NO_WORKERS])[-1])
-    if state == Polling(Poll.PAY) and isinstance(event, CallFailed):
-        known = replace(known, members=(smaller(known.members) or [known.members])[-1])  # nothing else ends such a wait
     if isinstance(following, Regrouping):
         num_joining = len(following.joining)
         joining = frozenset(sorted(frozenset(range(4)) - following.members)[:num_joining])
