@@ -20,7 +20,7 @@ from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.policies import RetryBudget, are_alike, classify, takers, words
 from raysgd.core.engine.recovery import machine, states
 from raysgd.core.engine.recovery.running_call import RunningCall
-from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, Evacuate, Reuse, Why
+from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, Evacuate, Reuse, Trigger
 from raysgd.core.engine.shared.interface import (
     Call,
     Completed,
@@ -284,7 +284,7 @@ class Interpreter:
             living = [rank for rank in answering if group.workers[rank] not in self._lifecycle.newcomers]
         else:
             living = group.settle(self._current.report, self._monitor.tell_stuck)
-        if isinstance(change, Continue) and change.why is Why.FAILURE:
+        if isinstance(change, Continue) and change.why is Trigger.FAILURE:
             incident = self._current.incident
             incident.silent = set(group.silent)
             # If a rank had died, stuck ranks might just be slow.
@@ -337,7 +337,7 @@ class Interpreter:
         self._keep_only(members)
         until = state.until
         if until is None:
-            is_refill = isinstance(change, Continue) and change.why is Why.REFILL
+            is_refill = isinstance(change, Continue) and change.why is Trigger.REFILL
             until = lifecycle.now() + (math.inf if is_refill else STANDBY_WAIT_S)
         joining, num_staying, least = [*state.joining], len(members), self._scaling.min_workers
         with OnFailure(lambda: self._kill_joining(joining[len(state.joining) :])):
@@ -379,9 +379,9 @@ class Interpreter:
     def _num_awaited(self, change: states.Change) -> int:
         """Return for how many members a change waits, beside `min_workers`."""
         match change:
-            case Continue(has_regrouped=True) | Continue(Why.GROW | Why.SPLIT):
+            case Continue(has_regrouped=True) | Continue(Trigger.GROW | Trigger.SPLIT):
                 return 0
-            case Continue(Why.REFILL | Why.DRAIN):
+            case Continue(Trigger.REFILL | Trigger.DRAIN):
                 return self._scaling.max_workers
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
@@ -407,8 +407,8 @@ class Interpreter:
             lifecycle.keep_facts(list(report.values))
             if isinstance(change, Continue):
                 lifecycle.hooks.on_change(group)
-                is_smaller = change.why is Why.FAILURE and len(group) < self._scaling.max_workers
-                if change.why is not Why.SPLIT:  # even batches of one sample may lack memory in the smaller group
+                is_smaller = change.why is Trigger.FAILURE and len(group) < self._scaling.max_workers
+                if change.why is not Trigger.SPLIT:  # even batches of one sample may lack memory in the smaller group
                     minds_memory = is_smaller and lifecycle.resizing.minds_memory
                     current.shrank_at = state.source.position if minds_memory else None
                 lifecycle.owes_spares = True
@@ -469,13 +469,13 @@ class Interpreter:
         logger.warning("could not %s: %s", what, words(classify(report)))
         return states.NotDone()
 
-    def _scheduling(self, state: states.Scheduling) -> states.Resources:
+    def _scheduling(self, state: states.Scheduling) -> states.Room:
         if state.plan.needs_all:
-            return states.Resources(self._scaling.max_workers, self._spec.num_spares)
+            return states.Room(self._scaling.max_workers, self._spec.num_spares)
         found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._current.incident.cause)
-        return states.Resources(*found)
+        return states.Room(*found)
 
-    def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.Resources:
+    def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.Room:
         lifecycle, needs_all, timeout_s = self._lifecycle, state.plan.needs_all, _RESERVATION_S
         in_the_way = lifecycle.make_room() if needs_all else ""
         if needs_all:
@@ -491,7 +491,7 @@ class Interpreter:
             if needs_all:
                 raise
             logger.warning("%s", str(error).partition("\n")[0])
-            return states.Resources()
+            return states.Room()
         return states.Done() if has_started else states.NotDone()
 
     def _restoring(self, state: states.Restoring) -> states.Done | states.NotDone:

@@ -51,11 +51,11 @@ from raysgd.core.engine.recovery.states import (
     Record,
     Regrouping,
     Replacing,
-    Resources,
     Restart,
     Restarting,
     Restoring,
     Reuse,
+    Room,
     Running,
     Scheduling,
     Settling,
@@ -63,8 +63,8 @@ from raysgd.core.engine.recovery.states import (
     Survivors,
     TearingDown,
     Transition,
+    Trigger,
     UserRaised,
-    Why,
 )
 
 
@@ -153,9 +153,9 @@ def transition(state: State, event: Event, known: Known) -> Transition:
             return _begin_plan(plan, known)
 
         # ---- back to the last snapshot
-        case Scheduling(plan) | Launching(plan), Resources(0):
+        case Scheduling(plan) | Launching(plan), Room(0):
             return _schedule(plan.next_attempt, known)
-        case Scheduling(plan), Resources(num_workers, num_spares):
+        case Scheduling(plan), Room(num_workers, num_spares):
             return Transition(Launching(plan, num_workers, num_spares))
         case Launching(Restart("started")), Done():
             return Transition(Finished(), (Record("started"),))
@@ -214,7 +214,7 @@ def _after_failure(failed: CallFailed, known: Known) -> Transition:
     if failed.has_diverged:
         return Transition(AwaitingSnapshot(Raise(End.UNEVEN_STEPS)))
     if failed.needs_refill:
-        return Transition(Settling(Continue(Why.REFILL, known.members)))
+        return Transition(Settling(Continue(Trigger.REFILL, known.members)))
     if is_user and not (known.failures.retries_user_errors and known.num_left > 0):
         if not failed.all_answered:
             return _begin_plan(Raise(End.RAISED_INSIDE), known)
@@ -223,15 +223,15 @@ def _after_failure(failed: CallFailed, known: Known) -> Transition:
         return Transition(Polling(Poll.COMPARE) if failed.at_one_line else AwaitingSnapshot(Raise(End.RAISED_APART)))
     continues = known.failures.continues and known.can_continue
     if failed.kind == "memory" and continues:  # batches of one sample are a user error
-        return Transition(Settling(Continue(Why.SPLIT, known.members)))
+        return Transition(Settling(Continue(Trigger.SPLIT, known.members)))
     if not is_user and continues and known.num_retries > 0:
-        return Transition(Settling(Continue(Why.FAILURE, known.members)))
+        return Transition(Settling(Continue(Trigger.FAILURE, known.members)))
     return _restart_after_failure(known)
 
 
 def leave_or_grow(leaving: Members, known: Known, parts: Sequence[Any] = ()) -> Transition:
     """Let workers on nodes that are being removed leave, and others join: between two steps of a call, or two calls."""
-    why, staying = Why.DRAIN if leaving else Why.GROW, known.members - leaving
+    why, staying = Trigger.DRAIN if leaving else Trigger.GROW, known.members - leaving
     commands = (Do.TAKE_PARTS,) if known.in_call and not known.spec.runs_on else ()
     if not (known.spec.regroups or known.spec.runs_on):
         return Transition(AwaitingSnapshot(Restart(why.kind)), commands)
@@ -262,7 +262,7 @@ def _with_progress(state: TearingDown, progress: Progress, known: Known) -> Tran
         return _cannot_continue(change, members, known, f"the survivors cannot continue by themselves: {why}")
     if not isinstance(change, Continue):  # to copy the state, no worker joins
         return Transition(Regrouping(change, members, reports=progress.reports))
-    if change.why is Why.FAILURE and (obstacle := known.obstacle_to_continuing(source.position)):
+    if change.why is Trigger.FAILURE and (obstacle := known.obstacle_to_continuing(source.position)):
         return _cannot_continue(change, members, known, obstacle)
     return Transition(following)
 
@@ -275,7 +275,7 @@ def _with_group(state: Regrouping, moves_rank_0: bool, known: Known) -> Transiti
     if isinstance(change, CopyInside | Evacuate):
         return Transition(Capturing(change), tuple(commands))
     assert isinstance(change, Continue), "replicas that are built again form no group before"
-    if change.why is Why.FAILURE:
+    if change.why is Trigger.FAILURE:
         commands.append(Do.PAY_TO_CONTINUE)
     kind = "continued" if change.expected - state.members else change.why.kind
     if kind != "grown" or num_workers > len(change.expected):  # otherwise, all that joined have died
@@ -294,7 +294,7 @@ def _cannot_continue(
             result = _begin_plan(plan, replace(known, only_in_workers=False)).after(Do.GIVE_STATE_UP)
         case Reuse(plan):
             result = _start_others(plan, known)
-        case Continue(Why.FAILURE | Why.SPLIT):
+        case Continue(Trigger.FAILURE | Trigger.SPLIT):
             result = _restart_after_failure(known)
         case Continue(why, expected):
             plan = Restart("restored" if is_failure or expected - members else why.kind)
@@ -305,12 +305,12 @@ def _cannot_continue(
 def _enlarge(change: CopyInside, known: Known) -> Transition:
     """A group that was formed only to copy its state has no state from inside the call, so it runs the call."""
     if len(known.members) < known.scaling.min_workers and not known.is_ending:
-        return Transition(TearingDown(Continue(Why.FAILURE, known.members), known.members))
+        return Transition(TearingDown(Continue(Trigger.FAILURE, known.members), known.members))
     obstacle = known.obstacle_to_continuing(change.position)
     if obstacle is None:
         return Transition(Running("resume"), (Do.PAY_TO_CONTINUE,))
     result = _give_up(known) if known.is_ending else _restart_after_failure(known)
-    return result.after(Abandon(Continue(Why.FAILURE), known.members, obstacle))
+    return result.after(Abandon(Continue(Trigger.FAILURE), known.members, obstacle))
 
 
 def _copy_again(change: CopyInside | Evacuate, known: Known) -> Transition:

@@ -97,8 +97,8 @@ Plan: TypeAlias = "Raise | EndEarly | Restart"
 """What follows once the driver has the training state, or has given it up."""
 
 
-class Why(Enum):
-    """Why the members of a group change while its call goes on."""
+class Trigger(Enum):
+    """What makes the members of a group change while its call goes on."""
 
     FAILURE = auto()  # ranks were lost in a call, which then resumes; may cost a retry
     REFILL = auto()  # survivors ran out of memory in a smaller group; waits for workers without a limit
@@ -109,9 +109,9 @@ class Why(Enum):
     @property
     def kind(self) -> EventKind:
         """Kind of the event to record in the history."""
-        if self is Why.DRAIN:
+        if self is Trigger.DRAIN:
             return "left"
-        return "grown" if self in (Why.REFILL, Why.GROW) else "continued"
+        return "grown" if self in (Trigger.REFILL, Trigger.GROW) else "continued"
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Continue:
         parts: Each rank's part of a snapshot from before the change, if workers leave in a call.
     """
 
-    why: Why
+    why: Trigger
     expected: Members = NO_WORKERS
     has_regrouped: bool = False
     parts: Sequence[Any] = field(default=(), compare=False)
@@ -425,7 +425,7 @@ class Polled:
 
 
 @dataclass(frozen=True)
-class Resources:
+class Room:
     """The driver has looked for free resources, into which so many workers and spares fit.
 
     0 if too few fit, or if another program took the resources.
@@ -462,7 +462,7 @@ class Interrupted:
 
 Event: TypeAlias = (
     "CallRefused | Paused | CallFailed | Survivors | Progress | Lost | UserRaised | Filled | Formed | Captured"
-    " | Polled | Resources | Done | NotDone | Interrupted"
+    " | Polled | Room | Done | NotDone | Interrupted"
 )
 
 # ------------------------------------------------------------------------------------------------------- what is known

@@ -45,9 +45,9 @@ from raysgd.core.engine.recovery.states import (
     Rebuilding,
     Regrouping,
     Replacing,
-    Resources,
     Restart,
     Restoring,
+    Room,
     Running,
     Scheduling,
     Settling,
@@ -55,8 +55,8 @@ from raysgd.core.engine.recovery.states import (
     Survivors,
     TearingDown,
     Transition,
+    Trigger,
     UserRaised,
-    Why,
 )
 from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
 from tests.helpers.facts import known_of, with_facts
@@ -128,9 +128,9 @@ def events(node: Node) -> Iterator[Event]:
         case AwaitingSnapshot() | AwaitingCopy() | AwaitingBriefly():
             yield from (Done(), NotDone())
         case Scheduling():
-            yield from (Resources(2), Resources())
+            yield from (Room(2), Room())
         case Launching():
-            yield from (Done(), NotDone(), Resources())
+            yield from (Done(), NotDone(), Room())
         case Rebuilding() | Replacing() if not known.members:
             yield NotDone()
         case Rebuilding() | Replacing() | Restoring():
@@ -261,7 +261,7 @@ def first_places(known: Known) -> list[Node]:
     """A call begins; or between two calls, the workers are replaced, or a change of the group begins."""
     if known.in_call:
         return [Node(Running(), known)]
-    change = Continue(Why.DRAIN, known.members)
+    change = Continue(Trigger.DRAIN, known.members)
     return [
         Node(restart(Restart("restarted"), known).state, known),
         Node(TearingDown(change, known.members), known),
@@ -330,7 +330,7 @@ def decided(kind: FailureKind, num_left: float, **known: Any) -> str:
     """What follows a call that failed: ranks continue, a restart is paid for, or an error is raised."""
     step = transition(Running(), CallFailed(kind), known_of(num_left=num_left, **known))
     match step.state:
-        case Settling(Continue(Why.FAILURE)):
+        case Settling(Continue(Trigger.FAILURE)):
             return "continue"
         case Finished(Raise(why)) | AwaitingSnapshot(Raise(why)):
             return why.name
