@@ -187,7 +187,7 @@ class Turns:
         with self._changes:
             place.is_interrupted = True
             self._changes.notify_all()
-            if place is self._running:
+            if self._running is not None and self._running.thread == place.thread:
                 self._lifecycle.interrupt_thread(place.thread)
 
     def interrupt_running(self) -> None:

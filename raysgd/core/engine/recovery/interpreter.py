@@ -343,10 +343,10 @@ class Interpreter:
         with OnFailure(lambda: self._kill_joining(joining[len(state.joining) :])):
             if self._fill_up(state, joining, max(0.0, until - lifecycle.now())):
                 # Poll the ranks again, because some may have died unnoticed during the wait.
-                left = group.answering(group.ranks_of(members))
-                if len(left) < num_staying:
-                    lifecycle.suspect(left)
-                    return states.Filled(tuple(joining), members - group.of_ranks(left), until)
+                living = group.answering(group.ranks_of(members))
+                if len(living) < num_staying:
+                    lifecycle.suspect(living)
+                    return states.Filled(tuple(joining), members - group.of_ranks(living), until)
             # Survivors that continue do not take workers that are still starting, which a restart may need.
             if isinstance(change, Reuse):
                 missing = least - num_staying - len(joining)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber
@@ -102,6 +102,7 @@ class Incident:
         return self.cause if why in (End.NO_RETRY, End.NOT_REPEATABLE) else type(error).__name__
 
 
+@dataclass
 class RunningCall:
     """A call that runs, or a change of the group between two calls, and what has last befallen the group in it.
 
@@ -123,32 +124,29 @@ class RunningCall:
         error: The error with which the call ends, if it fails.
     """
 
-    def __init__(
-        self,
-        lifecycle: Lifecycle,
-        monitor: Monitor,
-        reason: str = "",
-        call: Call = _NO_CALL,
-        budget: RetryBudget | None = None,
-        number: CallNumber | None = None,
-    ) -> None:
-        self._lifecycle, self._monitor, self.starts = lifecycle, monitor, lifecycle.start_budget
-        self.call, self.budget, self._number = call, budget or RetryBudget(0), number
-        self.was_sent, self.num_lost_copies = False, 0
+    lifecycle: Lifecycle
+    monitor: Monitor
+    reason: InitVar[str] = ""
+    call: Call = _NO_CALL
+    budget: RetryBudget = field(default_factory=lambda: RetryBudget(0))
+    number: CallNumber | None = None
+
+    def __post_init__(self, reason: str) -> None:
+        self.starts, self.was_sent, self.num_lost_copies = self.lifecycle.start_budget, False, 0
         self.shrank_at: int | None = None
         self.error: BaseException | None = None
         self.note(reason)
 
     def note(self, reason: str = "", report: GroupReport | None = None) -> Incident:
         """Record that something has befallen the group. `report` is of the ranks' call; None if it may still run."""
-        lifecycle = self._lifecycle
+        lifecycle = self.lifecycle
         self.incident = Incident(lifecycle.now(), lifecycle.num_workers, lifecycle.group, reason)
         self.report = report
         return self.incident
 
     def attempt(self, *, resumes: bool) -> Completed | states.Paused | states.CallFailed | states.CallRefused:
         """Run the call from its start, or from where it was interrupted."""
-        lifecycle, monitor, snapshots, call = self._lifecycle, self._monitor, self._lifecycle.snapshots, self.call
+        lifecycle, monitor, snapshots, call = self.lifecycle, self.monitor, self.lifecycle.snapshots, self.call
         lifecycle.check_active()
         group = lifecycle.running
         args = call.args_for(group.worlds)
@@ -164,8 +162,8 @@ class RunningCall:
             if call.on_wait is not None:
                 call.on_wait()
 
-        number = None if self._number is None else replace(self._number, is_resumed=resumes)
-        self._number = None if number is None else replace(number, attempt=number.attempt + 1)
+        number = None if self.number is None else replace(self.number, is_resumed=resumes)
+        self.number = None if number is None else replace(number, attempt=number.attempt + 1)
         self.was_sent = True
         report = group.on_replica(
             call.resume if resumes and call.resume is not None else call.function,
@@ -201,7 +199,7 @@ class RunningCall:
 
     def _paused(self, report: GroupReport, values: Sequence[Any]) -> states.Paused:
         """Say why all ranks stopped between two steps: the call must end early, or workers leave or join."""
-        lifecycle, monitor, call = self._lifecycle, self._monitor, self.call
+        lifecycle, monitor, call = self.lifecycle, self.monitor, self.call
         self.note(monitor.reason, report)
         all_stopped = all(isinstance(each, HeldAtStep) for each in values)
         is_planned = monitor.is_leaving or (all_stopped and all(each.is_planned for each in values))
@@ -214,14 +212,14 @@ class RunningCall:
 
     def on_nodes(self, nodes: frozenset[str]) -> states.Members:
         """Return the workers on these nodes."""
-        group = self._lifecycle.running
+        group = self.lifecycle.running
         return group.of_ranks(rank for rank, info in enumerate(group.infos) if info.node_id in nodes)
 
     def failed(self, report: GroupReport) -> states.CallFailed:
         """Look into a failure: a rank was lost, or user code raised."""
-        lifecycle, call, diagnosis = self._lifecycle, self.call, classify(report)
+        lifecycle, call, diagnosis = self.lifecycle, self.call, classify(report)
         lifecycle.check_active()
-        self._monitor.go_on()
+        self.monitor.go_on()
         incident = self.note("", report)
         incident.diagnosis = diagnosis
         answers = {
@@ -239,7 +237,7 @@ class RunningCall:
             logger.warning("%s; waiting for new workers", incident.cause)
             lifecycle.start_standby()  # if survivors continued in place before, no new workers were started then
         if diagnosis.kind == "disconnected" and not lifecycle.spec.keeps_survivors:
-            self._monitor.tell_stuck()
+            self.monitor.tell_stuck()
         lifecycle.failures.renew_if_due(self.budget, can_continue=call.can_continue)
         continues = lifecycle.failures.continues and call.can_continue and self.budget.num_retries
         if diagnosis.kind == "disconnected" and self.budget.is_spent and not continues:
@@ -252,7 +250,7 @@ class RunningCall:
 
     def known(self) -> states.Known:
         """Return what is known now, for the next transition."""
-        lifecycle, call, budget, starts = self._lifecycle, self.call, self.budget, self.starts
+        lifecycle, call, budget, starts = self.lifecycle, self.call, self.budget, self.starts
         snapshots, group = lifecycle.snapshots, lifecycle.group
         return states.Known(
             spec=lifecycle.spec,
@@ -304,7 +302,7 @@ class RunningCall:
         return error
 
     def _message(self, why: End) -> str:
-        lifecycle, cause, diagnosis = self._lifecycle, self.incident.cause, self.incident.diagnosis
+        lifecycle, cause, diagnosis = self.lifecycle, self.incident.cause, self.incident.diagnosis
         spec, last_file = lifecycle.spec, lifecycle.snapshots.last_file_in_words
         match why:
             case End.LOST_COPIES:
@@ -342,8 +340,8 @@ class RunningCall:
     @property
     def _after_end(self) -> str:
         """What became of the state, for users, after workers that were out of sync were ended."""
-        snapshots = self._lifecycle.snapshots
-        if self._lifecycle.spec.loses_state and snapshots.has_gap:
+        snapshots = self.lifecycle.snapshots
+        if self.lifecycle.spec.loses_state and snapshots.has_gap:
             lost = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."
             return f"{lost} {snapshots.last_file_in_words}"
         if not snapshots.has_any:
@@ -355,7 +353,7 @@ class RunningCall:
 
     def record(self, kind: EventKind, done: states.State | None, state: states.State) -> None:
         """Record an event in the history, after the wait of `done` and before that of `state`."""
-        lifecycle, incident, num_kept = self._lifecycle, self.incident, 0
+        lifecycle, incident, num_kept = self.lifecycle, self.incident, 0
         cause, detail = incident.cause, ""
         match done, state:
             case _, states.Finished(states.Raise() as plan):
@@ -393,5 +391,5 @@ class RunningCall:
         shrank_at = self.shrank_at
         if shrank_at is None or not is_lack_of_memory(diagnosis):
             return False
-        signs = self._lifecycle.running.ask_beside(sign_of_life, ranks=diagnosis.ranks)
+        signs = self.lifecycle.running.ask_beside(sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= shrank_at for sign in signs.values())
