@@ -482,13 +482,7 @@ def test_every_row_is_visited() -> None:
 
 
 MUTANTS = [*mutants()]
-NOT_FOUND = {
-    "leave_or_grow: known.spec.runs_on is False": "functions are simulated in another place",
-    **dict.fromkeys(
-        ("_plan_of: no row Capturing(Evacuate(plan)) | AwaitingCopy(Evacuate(plan)) | AwaitingBriefly(plan)",),
-        "Ctrl-C has to come again, while the state is fetched because of the first one",
-    ),
-}
+NOT_FOUND = {"leave_or_grow: known.spec.runs_on is False": "functions are simulated in another place"}
 """Mutants that no schedule finds, and why."""
 
 
