@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from raysgd._version import __version__ as __version__
-from raysgd.core.engine.shared.group_events import GroupEvent as GroupEvent
+from raysgd.core.engine.shared.interface import GroupEvent as GroupEvent
 from raysgd.core.history.history import CallRecord as CallRecord
 from raysgd.core.history.history import History as History
 from raysgd.core.history.status import TrainerStatus as TrainerStatus

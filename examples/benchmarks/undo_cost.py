@@ -18,8 +18,8 @@ import torch
 from _common import OWN, Report, Target, choose_peers, dispatch, estimate, make_parser, run_job, scaled
 from torch import nn
 
-from raysgd.torch.parallel.undo import Undo
 from raysgd.journal.journal import StepRecord
+from raysgd.torch.parallel.undo import Undo
 
 ALONE, RULE, ALWAYS = "no copies", "rule", "always"
 MOST_SHARE = 0.01

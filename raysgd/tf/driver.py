@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.arguments import check_kind, check_num_workers, check_operator_class
-from raysgd.core.arrays.data_kinds import kind_of
 from raysgd.core.arrays.user_data import CallData, kind_of
 from raysgd.core.cluster.ray_cluster import gpus_of_cluster
 from raysgd.core.cluster.resources import DriverView, choose_gpus

@@ -24,7 +24,6 @@ from raysgd.torch.checkpoints import divided
 from raysgd.torch.driver import arguments, framework
 from raysgd.torch.driver.framework import FileFormat, LoadReport, TorchFramework, step_schedulers
 from raysgd.torch.objects.models import unpacked
-from raysgd.torch.objects.moving import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner

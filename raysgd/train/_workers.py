@@ -19,7 +19,6 @@ from raysgd.core.cluster.ray_cluster import drain_deadlines, draining_nodes, end
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import GroupHooks
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
-from raysgd.core.engine.lifecycle import ElasticRules
 from raysgd.core.engine.policies import Diagnosis, ElasticRules, FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.core.engine.shared.interface import FrontEndWords, GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import GroupReport, WorkerInfo

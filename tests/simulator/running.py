@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.lifecycle import Clock, ElasticRules
+from raysgd.core.engine.lifecycle import Clock
 from raysgd.core.engine.policies import ElasticRules, FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import StateHandover, World

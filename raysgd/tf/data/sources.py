@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from raysgd.core.arrays import trees, user_data
-from raysgd.core.arrays.data_kinds import Kind
 from raysgd.core.arrays.division import NO_BATCH, Division, PlannedBatch, plan_of
 from raysgd.core.arrays.user_data import (
     Arrays,
     BatchForm,
     CallData,
+    Kind,
     RayBatches,
     RayLoader,
     RepeatedBatches,

@@ -371,12 +371,13 @@ class TFHostedOperator(hosted.HostedOperator):
 
         The generators of TensorFlow and of tf_keras layers are left as they are.
         """
-        drawn = random_states()
+        of_numpy, of_python = np.random.get_state(), random.getstate()
         try:
             with super().giving_back_random_numbers():
                 yield
         finally:
-            restore_random_states(drawn)
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
 
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
         return sources.batches_to_predict(work)

@@ -40,7 +40,6 @@ import torch.distributed as dist
 
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.files import check_regular, flush_to_disk, remove_leftovers
-from raysgd.core.reading.strict_reading import require
 from raysgd.core.state.state_codec import decode
 from raysgd.core.state.strict_reading import corrupted, require
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError

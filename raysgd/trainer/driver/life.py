@@ -22,7 +22,6 @@ from raysgd.core import arguments as checks
 from raysgd.core.arrays.user_data import CallData
 from raysgd.core.cluster.ray_cluster import draining_nodes, end_with, run_into
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.lifecycle import ElasticRules
 from raysgd.core.engine.policies import ElasticRules, FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.interface import Call, CallHandle, Connection, FrontEndWords, GroupSpec
 from raysgd.core.engine.shared.types import Heartbeat

@@ -13,7 +13,6 @@ from typing import Any
 
 from raysgd.core.arrays.user_data import CallData, Kind, RayBatches, are_cpus_free, call_data_of
 from raysgd.core.engine.shared.types import World
-from raysgd.core.engine.worker import packed_bytes
 from raysgd.core.sending import identity, packed_bytes
 from raysgd.trainer.configuration import ReplicaSettings
 

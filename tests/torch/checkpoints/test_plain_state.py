@@ -16,7 +16,6 @@ import torch
 
 from raysgd.core.state.strict_reading import DamagedFileError, check_depth
 from raysgd.torch.checkpoints.checkpoint_file import packed, unpacked
-from raysgd.torch.checkpoints.plain_state import packed, unpacked
 
 
 class Colour(enum.Enum):

@@ -28,7 +28,6 @@ from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import DDP, Strategy
-from raysgd.torch.parallel.sync import Leg
 from raysgd.trainer.worker.feed import DataCursor
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
 
