@@ -185,8 +185,7 @@ def _interrupted(state: State, interrupt: Interrupted, known: Known) -> Transiti
     if isinstance(state, Regrouping):  # a group that is half formed is killed even if its only worker is the driver
         known = replace(known, is_driver_only=False)
     ends = _end_restart(plan, why, known, is_loss=interrupt.is_loss) if isinstance(plan, Restart) else None
-    result = ends or _begin_plan(why, known)
-    return result.after(Do.KILL_JOINING) if isinstance(state, (TearingDown, FillingUp)) else result
+    return (ends or _begin_plan(why, known)).after(Do.KILL_JOINING)
 
 
 def _plan_of(state: State) -> Raise | Restart | None:
@@ -346,7 +345,7 @@ def _begin_plan(plan: Raise | Restart, known: Known) -> Transition:
         return Transition(AwaitingSnapshot(plan) if known.in_transit else Settling(Evacuate(plan)))
     commands: list[Command] = []
     if plan.ends_restart or not known.is_driver_only:
-        commands += [Do.KILL_GROUP] * bool(known.members)
+        commands.append(Do.KILL_GROUP)
         if plan.event is not None and (known.members or plan.ends_restart):
             commands.append(Record(plan.event))
     return Transition(Finished(plan), (*commands, *_aborted(known)))
@@ -369,7 +368,7 @@ def restart(plan: Restart, known: Known) -> Transition:
     if plan.reuses and known.only_in_workers and not known.can_continue:
         return _begin_plan(Raise(End.NOT_REPEATABLE, "lost"), known)  # the state from before the call is gone
     if known.is_ending:
-        return _begin_plan(Raise(End.PROGRAM_ENDS, "ended" if known.in_call else None), known)
+        return _begin_plan(Raise(End.PROGRAM_ENDS), known)
     if known.only_in_workers:
         return Transition(Settling(Evacuate(plan)))
     return Transition(AwaitingBriefly(plan))
@@ -385,12 +384,14 @@ def _replace_workers(plan: Restart, known: Known) -> Transition:
 
 def _start_others(plan: Restart, known: Known) -> Transition:
     """Start a group. One that this restart has launched has failed: a further one may cost a retry of the start."""
-    kills = (Do.KILL_GROUP,) if known.members else ()
+    known = known.without_group
     if plan.is_launched:
-        return _start_again(plan, known.without_group).after(*kills)
-    if known.is_lost:
-        return _end_restart(plan, Raise(End.STATE_LOST), known.without_group).after(*kills)
-    return _schedule(plan, known.without_group).after(*kills)
+        result = _start_again(plan, known)
+    elif known.is_lost:
+        result = _end_restart(plan, Raise(End.STATE_LOST), known)
+    else:
+        result = _schedule(plan, known)
+    return result.after(Do.KILL_GROUP)
 
 
 def _schedule(plan: Restart, known: Known) -> Transition:

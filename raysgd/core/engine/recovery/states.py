@@ -553,8 +553,8 @@ class Do(Enum):
     TAKE_PARTS = auto()  # the ranks' parts become the newest snapshot
     LEAVE_CALL = auto()  # the call will not resume, so a snapshot inside it counts as one after it
     NOTE_ABORTED = auto()  # no snapshot has the state that an aborted call has left
-    KILL_JOINING = auto()  # workers that were taken for a group that is not formed
-    KILL_GROUP = auto()
+    KILL_JOINING = auto()  # workers that were taken for a group that is not formed, if any
+    KILL_GROUP = auto()  # if there is one
     PAY_TO_CONTINUE = auto()
     PAY_FOR_RESTART = auto()  # and notify the front end
     PAY_FOR_START = auto()
