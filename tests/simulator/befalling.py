@@ -101,6 +101,15 @@ class Befalling:
             else:
                 self.befall_one(fault)
 
+    @property
+    def num_run(self) -> int:
+        """How many steps and notes the ranks have begun, all together."""
+        return self._counts["step"] + self._counts["note"]
+
+    def end(self) -> None:
+        """Nothing more happens."""
+        self._faults.clear()
+
     def befall_one(self, fault: Fault) -> None:
         """Something happens to one of the workers that live, if there are any."""
         if live := self._simulation.cluster.live:

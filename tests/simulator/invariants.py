@@ -284,6 +284,9 @@ class Invariants:
         if simulation.controller.stopped.is_set():
             return
         group = simulation.controller.group
+        sizes = [event.new_size for event in simulation.controller.history.events if event.kind != "hung"]
+        is_told = group is None or sizes[-1:] == [len(group)]
+        self.require(is_told, f"the history ends with {sizes[-1:]} workers, not {len(group or ())}")
         held = sum(len(each.bundles) for each in simulation.cluster.reservations if not each.is_closing)
         wanted = len(group.slots) if group is not None else 0
         self.require(held == wanted, f"{held} slots are reserved between calls, not {wanted}")

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.recovery.states import (
     Abandon,
     CopyInside,
     Do,
+    End,
     Evacuate,
     Event,
+    Finished,
     Known,
+    Raise,
     Record,
+    Running,
     Settling,
     State,
+    TearingDown,
     Transition,
 )
+from tests.simulator.kernel import Stopped
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
 
 Visit = tuple[State, Event, Known]
 """What the table was asked."""
+
+MOST_VISITS = 1000
+"""Of a schedule: some ten times what the longest of thousands takes."""
 
 
 class Transitions:
@@ -45,7 +55,7 @@ class Transitions:
 
         def visit(state: State, event: Event, known: Known) -> Transition:
             self.visited.append((state, event, known))
-            transition = next_of(state, event, known)
+            transition = self._checked(next_of, state, event, known)
             self._simulation.tell(
                 f"TABLE {_short(state)} {_short(event)} -> {_short(transition.state)} {_commands(transition)}"
             )
@@ -54,6 +64,22 @@ class Transitions:
             return transition
 
         recovery._next = visit  # type: ignore[method-assign]
+
+    def _checked(self, next_of: Callable[[State, Event, Known], Transition], *asked: Any) -> Transition:
+        """What follows. Where that is not known, the call ends: the interpreter would ask again and again."""
+        invariants, kernel = self._simulation.invariants, self._simulation.kernel
+        invariants.require(len(self.visited) < MOST_VISITS, "a recovery without an end")
+        try:
+            if kernel.stopped_by is None:
+                transition = next_of(*asked)
+                state, known = transition.state, asked[-1]
+                invariants.require(known.in_call or not isinstance(state, Running), "workers run a call without one")
+                is_left = not isinstance(state, TearingDown) or bool(state.members)
+                invariants.require(is_left, "a group is left by no one")
+                return transition
+        except Exception as error:
+            invariants.fail(f"the table raised {error!r}")
+        return Transition(Finished(Raise(End.INTERRUPTED, error=Stopped(kernel.stopped_by))))
 
     def _watch(self, transition: Transition) -> None:
         invariants, controller, state = self._simulation.invariants, self._simulation.controller, transition.state
