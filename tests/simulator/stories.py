@@ -799,10 +799,15 @@ STORIES = {
         retries=2,
         ends="walked 14; continued 3-3; restored 3-3; spent 1; kept 0, made 4; 14 steps and 0 notes; ran 51",
     ),
-    "the only state is on its way when a rank dies, and lands before all die": Story(
+    "the only state is on its way when a rank dies, and then all die": Story(
         only_in_workers(calling(training())),
-        {"is_large": True, "copy_s": 1.0, "batch_size": 1},
-        (*dies(5), Fault("die but one", "step", 30), Fault("die", "step", 31)),
+        {"is_large": True, "batch_size": 1},
+        (
+            Fault("slow", "on its way", 1),
+            *dies(9),
+            Fault("die but one", "step", 30),
+            Fault("die", "step", 31),
+        ),
         ends="walked 14; continued 3-3; continued 3-3; restored 3-3; spent 1; kept 0, made 6; 14 steps and 0 notes; ran 75",
     ),
     "a rank dies while others leave their node": Story(
@@ -873,10 +878,10 @@ STORIES = {
         (*dies(1, point="note"), *dies(4, 5, 6, 7, 8, point="prepare")),
         ends="WorkersLostError (about to end); lost 3-0 (no other group); spent 1; kept 0, made 3; 0 steps and 0 notes; ran 3",
     ),
-    "a replica of a new group is lost with the first snapshot on its way": Story(
+    "a rank is lost while a call is repeated, and replicas are built again": Story(
         calling(noting(), noting()),
-        {"is_large": True, "copy_s": 3.0},
-        (*dies(4, 5, 6, point="note"), Fault("die", "note", 8)),
+        {"is_large": True},
+        dies(4, 5, 6, 7, point="note"),
         ends="done; restored 3-2; spent 1; kept 0, made 4; 0 steps and 2 notes; ran 13",
     ),
     "too few are left, and room comes later": Story(
