@@ -27,7 +27,6 @@ _KNOWN = Known(
     in_transit=False,
     is_lost=False,
     has_snapshot=True,
-    is_inside=False,
     num_standby=0,
     num_lost_copies=0,
     num_retries=3,

@@ -523,6 +523,10 @@ def _begins_again(real: Any) -> Any:
     return lambda self, call, num_steps: self.walk(call, num_steps)
 
 
+def _from_the_start(real: Any) -> Any:
+    return lambda self, resumes: real(self, resumes=False)
+
+
 def _without_number(real: Any) -> Any:
     return property(lambda self: real.fget(self)._replace(call=0))
 
@@ -595,7 +599,7 @@ MUTATIONS = (
     Mutation("every snapshot counts as the first", Snapshots, "take_captures", _as_first, (25,)),
     Mutation("ranks get each other's states", Snapshots, "take_captures", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
-    Mutation("a restored call begins again", RunningCall, "known", _sees(is_inside=False), (), _INSIDE),
+    Mutation("a restored call begins again", RunningCall, "attempt", _from_the_start, (), _INSIDE),
     Mutation("a new group is not restored", Interpreter, "_restoring", always(Done()), (0,)),
     Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
     Mutation("a held call counts as finished", running_call, "HeldAtStep", lambda real: Call, (126,)),

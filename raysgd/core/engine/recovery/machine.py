@@ -168,7 +168,8 @@ def transition(state: State, event: Event, known: Known) -> Transition:
         case Rebuilding(plan) | Replacing(plan), NotDone():
             return _start_others(plan, known)
         case Restoring(plan), Done():
-            next_state = Running("resume" if known.is_inside else "start") if known.in_call else Finished()
+            # Ranks that do not know the call begin it.
+            next_state = Running("resume") if known.in_call else Finished()
             return Transition(next_state, (Record(plan.kind),))
         case Restoring(plan), NotDone():
             return Transition(Replacing(plan))

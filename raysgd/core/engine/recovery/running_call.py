@@ -269,7 +269,6 @@ class RunningCall:
             in_transit=snapshots.is_coming,
             is_lost=snapshots.is_lost,
             has_snapshot=snapshots.has_any,
-            is_inside=snapshots.is_inside and not snapshots.calls_since,
             num_standby=0 if group is None else group.standby.num_all,
             num_lost_copies=self.num_lost_copies,
             num_retries=budget.num_retries,

@@ -489,7 +489,6 @@ class Known:
         in_transit: True if a snapshot is in transit.
         is_lost: True if the state is lost unless the snapshot in transit arrives.
         has_snapshot: True if a snapshot has arrived.
-        is_inside: True if that snapshot is from inside the running call.
         num_standby: Number of standby workers that are ready or starting.
         num_lost_copies: Number of snapshots of this call, taken while it was paused, that were lost.
         num_retries: Retries of the call.
@@ -515,7 +514,6 @@ class Known:
     in_transit: bool
     is_lost: bool
     has_snapshot: bool
-    is_inside: bool
     num_standby: int
     num_lost_copies: int
     num_retries: float

@@ -248,7 +248,6 @@ def drawn_known(seed: int) -> Known:
         in_transit=rng.random() < 0.3,
         is_lost=only_in_workers,
         has_snapshot=not only_in_workers,
-        is_inside=rng.random() < 0.3,
         num_standby=rng.choice([0, 1]),
         num_retries=1,
         num_left=1,
