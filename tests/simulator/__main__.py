@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 
+from tests.simulator.cells import rows
 from tests.simulator.many import BLOCK, broken_in, report
 from tests.simulator.running import run
 from tests.simulator.schedule import Schedule, drawn
@@ -33,14 +35,18 @@ def replay(what: str) -> int:
 
 
 def run_many(first: int, num_schedules: int, num_processes: int) -> int:
-    """Many schedules, of which only the broken ones are told."""
+    """Many schedules, of which only the broken ones are told, and how often they visit each row of the table."""
     broken: list[int] = []
+    counts: Counter[int] = Counter()
     began = time.monotonic()
-    for index, found in enumerate(broken_in(first, num_schedules, num_processes), start=1):
+    for index, (found, visited) in enumerate(broken_in(first, num_schedules, num_processes), start=1):
         broken += found
+        counts += visited
         num_done, seconds = min(index * BLOCK, num_schedules), time.monotonic() - began
         print(f"\r{num_done} schedules in {seconds:.0f} s, {len(broken)} broken", end="", file=sys.stderr, flush=True)
-    print(f"\n{num_schedules} schedules from seed {first} on in {time.monotonic() - began:.0f} s, {len(broken)} broken")
+    print(*(f"\n{counts[line]:8}  {words}" for line, words in rows().items()), sep="")
+    print(f"{sum(counts[line] > 0 for line in rows())} of {len(rows())} rows of the table were visited")
+    print(f"{num_schedules} schedules from seed {first} on in {time.monotonic() - began:.0f} s, {len(broken)} broken")
     if broken:
         print(f"seeds: {broken[:50]}", *map(report, broken[:MOST_TOLD]), sep="\n\n")
     return int(bool(broken))

@@ -1,11 +1,7 @@
-"""Which rows of the table of a recovery schedules visit, and the table with one row or command less.
-
-python -m tests.simulator.cells --schedules 2000
-"""
+"""Which rows of the table of a recovery a run visits, and the table with one row or command less."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
 import inspect
@@ -17,20 +13,9 @@ from types import CodeType
 from typing import Any
 
 from raysgd.core.engine.recovery import machine
-from tests.simulator.running import Simulation, quiet
-from tests.simulator.schedule import Schedule, drawn
 from tests.simulator.transitions import Visit
 
 SOURCE = inspect.getsource(machine)
-
-
-def visits_of(schedule: Schedule) -> list[Visit]:
-    """All transitions of a schedule."""
-    with quiet():
-        simulation = Simulation(schedule)
-        verdict = simulation.run()
-    assert verdict.broken is None, verdict.broken
-    return simulation.transitions.visited
 
 
 # ------------------------------------------------------------------------------------ rows
@@ -147,25 +132,3 @@ def differs(functions: dict[str, Any], visit: Visit) -> bool:
         return bool(functions["transition"](*visit) != machine.transition(*visit))
     except Exception:
         return True
-
-
-# ------------------------------------------------------------------------------------ report
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--schedules", type=int, default=1000, help="how many to run")
-    parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
-    arguments = parser.parse_args()
-    counts: Counter[int] = Counter()
-    for seed in range(arguments.first, arguments.first + arguments.schedules):
-        counts += rows_of(visits_of(drawn(seed)))
-    for line, words in rows().items():
-        print(f"{counts[line]:8}  {line:4}  {words}")
-    never = [words for line, words in rows().items() if not counts[line]]
-    print(f"{len(rows()) - len(never)} of {len(rows())} rows were visited")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

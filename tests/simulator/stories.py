@@ -132,6 +132,11 @@ def all_die(controller: ElasticController) -> None:
         each.die(0.0)
 
 
+def room_comes(controller: ElasticController) -> None:
+    for node in cluster_of(controller).nodes.values():
+        node.is_alive = True
+
+
 def program_ends(controller: ElasticController) -> None:
     controller.is_ending = True
 
@@ -885,10 +890,22 @@ STORIES = {
         ends="done; restored 3-2; spent 1; kept 0, made 4; 0 steps and 2 notes; ran 13",
     ),
     "too few are left, and room comes later": Story(
-        calling(training()),
+        meanwhile(Lifecycle, "find_resources", room_comes, calling(training()), 2),
         {"num_workers": 2, "min_workers": 2, "nodes": (1, 1)},
-        (Fault("lose node", "step", 3), Fault("room comes", "wait", 15)),
+        (Fault("lose node", "step", 3),),
         ends="walked 10; restored 2-2; spent 1; kept 0, made 2; 10 steps and 0 notes; ran 24",
+    ),
+    "all ranks die whose replicas could be built again": Story(
+        calling(training()),
+        {"regroups": False, "renews": True},
+        dies(4, 5, 6),
+        ends="walked 14; restored 3-3; spent 1; kept 0, made 3; 14 steps and 0 notes; ran 48",
+    ),
+    "rank 0 dies after a call of which it has sent a copy": Story(
+        calling(noting(), training()),
+        {"is_large": True},
+        dies(5),
+        ends="walked 14; continued 3-3; spent 0; kept 2, made 1; 14 steps and 1 notes; ran 48",
     ),
     "a survivor dies while a worker is awaited that is not needed": Story(
         meanwhile(Interpreter, "_fill_up", one_dies, calling(training())),
