@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from types import CodeType
 from typing import Any
 
@@ -72,16 +71,21 @@ def rows_of(visits: Iterable[Visit]) -> Counter[int]:
 # ------------------------------------------------------------------------------------ mutants
 
 
-def mutants() -> Iterator[tuple[str, CodeType]]:
-    """The table with a row less, a condition that always or never holds, or a command less."""
-    tree = ast.parse(SOURCE)
-    places = [(function, node) for function in _functions(tree) for node in ast.walk(function)]
-    for index, (function, node) in enumerate(places):
+def mutants() -> Iterator[tuple[str, Callable[[], CodeType]]]:
+    """The table with a row less, a condition that always or never holds, or a command less: what is wrong, and how."""
+    for index, (function, node) in enumerate(_nodes(ast.parse(SOURCE))):
         for words, change in _changes(node):
-            mutant = copy.deepcopy(tree)
-            twin = [each for function in _functions(mutant) for each in ast.walk(function)][index]
-            change(twin)
-            yield f"{function.name}: {words}", compile(ast.fix_missing_locations(mutant), machine.__file__, "exec")
+            yield f"{function.name}: {words}", partial(_changed, index, change)
+
+
+def _changed(index: int, change: Callable[[Any], None]) -> CodeType:
+    tree = ast.parse(SOURCE)
+    change(_nodes(tree)[index][1])
+    return compile(ast.fix_missing_locations(tree), machine.__file__, "exec")
+
+
+def _nodes(tree: ast.Module) -> list[tuple[ast.FunctionDef, ast.AST]]:
+    return [(function, node) for function in _functions(tree) for node in ast.walk(function)]
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
@@ -116,10 +120,10 @@ def _drop_argument(twin: Any, index: int) -> None:
         twin.func, twin.args = ast.Name("list", ast.Load()), []
 
 
-def mutated(code: CodeType) -> dict[str, Any]:
+def mutated(make: Callable[[], CodeType]) -> dict[str, Any]:
     """The functions of a mutant, over the classes of the table itself."""
     space: dict[str, Any] = {"__name__": machine.__name__, "__file__": machine.__file__}
-    exec(code, space)
+    exec(make(), space)
     functions = {name: value for name, value in space.items() if inspect.isfunction(value)}
     functions = {name: value for name, value in functions.items() if value.__module__ == machine.__name__}
     space.update({name: value for name, value in vars(machine).items() if name not in functions})
