@@ -71,7 +71,7 @@ class Turns:
     """The queue of calls to a trainer. Only the thread at its head uses the worker group."""
 
     def __init__(self, controller: ElasticController) -> None:
-        self._lifecycle = controller
+        self._controller = controller
         self._line: list[PlaceInLine] = []
         self._running: PlaceInLine | None = None  # the head of the queue, while its thread uses the worker group
         self._changes = controller.clock.make_condition()  # guards both
@@ -104,7 +104,7 @@ class Turns:
             ValueError: This thread is inside a `closed` block.
         """
         self._check_open()
-        self._lifecycle.check_active()
+        self._controller.check_active()
         place = PlaceInLine()
         with self._changes:
             self._line.append(place)
@@ -128,31 +128,31 @@ class Turns:
             KeyboardInterrupt: This thread's call was interrupted.
             ValueError: This thread is inside a `closed` block.
         """
-        self._check_open()
-        lifecycle, place = self._lifecycle, place or PlaceInLine()
-        place.thread = threading.get_ident()
+        controller, own = self._controller, place or PlaceInLine()
+        own.thread = threading.get_ident()
         try:
+            self._check_open()
             if not self._is_of_this_thread():  # a thread inside a call must not wait for itself
                 with self._changes:
-                    if place not in self._line:
-                        self._line.append(place)
-                    self._changes.wait_for(lambda: place.is_interrupted or self._line[0] is place)
-                    place.check_wanted()
-                    self._running = place
+                    if own not in self._line:
+                        self._line.append(own)
+                    self._changes.wait_for(lambda: own.is_interrupted or self._line[0] is own)
+                    own.check_wanted()
+                    self._running = own
             try:
-                lifecycle.check_active()
+                controller.check_active()
                 try:
                     yield
                 except (Exception, SystemExit) as error:
                     # If workers were killed, a call may raise any exception. After `ray.shutdown()`, Ray raises
                     # `SystemExit`.
-                    lifecycle.check_active(during=error)
+                    controller.check_active(during=error)
                     raise
             finally:
-                if lifecycle.stopped.is_set():
-                    lifecycle.stop_group(force=True)
+                if controller.stopped.is_set():
+                    controller.stop_group(force=True)
         finally:
-            self.give_up(place)
+            self.give_up(own)
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
@@ -176,8 +176,8 @@ class Turns:
                 self._changes.notify_all()
             if place is self._running:
                 self._running = None
-                if self._lifecycle.interrupted is not None:
-                    self._lifecycle.end_interrupt()
+                if self._controller.interrupted is not None:
+                    self._controller.end_interrupt()
 
     def interrupt_call(self, place: PlaceInLine) -> None:
         """Interrupt the queued or running call for which `place` was reserved, as Ctrl-C would.
@@ -188,7 +188,7 @@ class Turns:
             place.is_interrupted = True
             self._changes.notify_all()
             if self._running is not None and self._running.thread == place.thread:
-                self._lifecycle.interrupt_thread(place.thread)
+                self._controller.interrupt_thread(place.thread)
 
     def interrupt_running(self) -> None:
         """Interrupt the running call, if any, as Ctrl-C would.
@@ -197,27 +197,27 @@ class Turns:
         """
         with self._changes:
             if self._running is not None:
-                self._lifecycle.interrupt_thread(self._running.thread)
+                self._controller.interrupt_thread(self._running.thread)
 
     def stop(self, force: bool) -> None:
         """Stop the workers and release their resources. See `ElasticController.stop`."""
-        lifecycle = self._lifecycle
-        if lifecycle.stopped.is_set():
+        controller = self._controller
+        if controller.stopped.is_set():
             return
-        lifecycle.stopped.set()  # no group is started after this
+        controller.stopped.set()  # no group is started after this
         if self._running is not None:
             force = True
-            lifecycle.kill_workers()
+            controller.kill_workers()
         # A running call returns because its workers were killed, so wait until it returns. A driver that is the only
         # worker cannot be killed, so waiting for its call would not help.
-        is_driver_only = lifecycle.group is not None and lifecycle.group.is_driver_only
+        is_driver_only = controller.group is not None and controller.group.is_driver_only
         with self._changes:
             if not self._changes.wait_for(
                 lambda: self._running is None or self._is_of_this_thread(), 0.0 if is_driver_only else RELEASE_S
             ):
                 logger.warning("a call is running in this process; its worker stops when the call ends")
                 return
-            lifecycle.stop_group(force=force)
+            controller.stop_group(force=force)
 
 
 class ElasticController(Lifecycle):

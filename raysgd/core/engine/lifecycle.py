@@ -73,7 +73,7 @@ class Clock:
     make_condition: Callable[[], threading.Condition] = threading.Condition
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Lifecycle(ABC):
     """Holds, starts and stops a trainer's worker group. After the trainer is stopped, no group is started.
 
