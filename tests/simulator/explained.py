@@ -24,7 +24,7 @@ EXPLAINED = {
     "placement.Reservation._await_removal: `time.monotonic() + timeout_s` -> `time.monotonic() - timeout_s`": _RAY,
     "placement.Reservation.close: `self._own is None` -> `not self._own is None`": _RAY,
     "placement.Reservation.is_granted: `group = self._own or self._outer` -> `return`": _RAY,
-    "platform._run_beside: `0` -> `1` (2)": _RAY,
+    "platform.Platform.kill_process: `0` -> `1` (2)": _RAY,
     "platform._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`": _RAY,
     "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
     "startup.StandbyWorkers.kill: `self.startup.unwatch([worker])` -> `pass`": "a worker that was ended is ended again after a while",

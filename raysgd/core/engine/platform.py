@@ -93,8 +93,13 @@ class Platform:
         """Kill a process on any node with SIGKILL, even if the process is suspended. Do not wait until it has ended."""
         if info.node_id == self.home:
             _sigkill(info.pid)
-        else:
-            _run_beside(info, _sigkill)
+            return
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)  # a process ID is valid on one node only
+        kill: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_sigkill)
+        kill.remote(info.pid)
 
     @property
     def is_running(self) -> bool:
@@ -163,24 +168,6 @@ def _cause_of(error: Any) -> BaseException:
 def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
     first_line = str(error).strip().partition("\n")[0]
     return WorkerFault(rank, "unknown", error, type(error).__name__, first_line, "the worker process", traceback_text)
-
-
-def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
-    """Call `function` with the process ID in `info`, in a new Ray task on the same node as that process.
-
-    Return Ray's reference to the result, without waiting for the task.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    options: dict[str, Any] = {
-        "num_cpus": 0,
-        "max_retries": 0,
-        # A process ID is valid on one node only.
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),
-    }
-    remote: Any = ray.remote(**options)(function)
-    return remote.remote(info.pid)
 
 
 def _sigkill(pid: int) -> None:
