@@ -152,13 +152,14 @@ class WorkerGroup:
                 worker.info = info
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
             self.give_ranks([self.workers[index] for index in order])
-            return self._build(self.standby.look_after, captures=self._spec.captures_after_calls)
+            return self._build(None, captures=self._spec.captures_after_calls)
 
-    def _build(self, on_wait: Callable[[], None], *, captures: bool) -> GroupReport:
-        """Connect the ranks, and make each rank build its replica."""
+    def _build(self, on_wait: Callable[[], None] | None, *, captures: bool) -> GroupReport:
+        """Connect the ranks, and make each rank build its replica. Without `on_wait`, kill workers that freeze."""
         args = (self._spec.make_replica, captures)
-        self.standby.startup.watch(self.workers)
-        report = self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait)
+        if on_wait is None:
+            self.standby.startup.watch(self.workers)
+        report = self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait or self.standby.look_after)
         self.standby.startup.unwatch(self.workers)
         return report
 
@@ -583,8 +584,9 @@ class WorkerGroup:
             A report with what each replica's `setup` returned, or a report with the failure. After a failure, the group
             cannot run calls until it is formed again.
         """
+        self.standby.startup.watch(joining)
         self._give_places(survivors, joining)
-        return self._build(on_wait or self.standby.look_after, captures=captures)
+        return self._build(on_wait, captures=captures)
 
     def _give_places(
         self, survivors: Sequence[int], joining: Sequence[RemoteWorker], places: Sequence[int] = ()
