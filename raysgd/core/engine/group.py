@@ -152,16 +152,12 @@ class WorkerGroup:
                 worker.info = info
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
             self.give_ranks([self.workers[index] for index in order])
-            return self._build(None, captures=self._spec.captures_after_calls)
+            return self._build(self.standby.startup.poll, captures=self._spec.captures_after_calls)
 
-    def _build(self, on_wait: Callable[[], None] | None, *, captures: bool) -> GroupReport:
-        """Connect the ranks, and make each rank build its replica. Without `on_wait`, kill workers that freeze."""
+    def _build(self, on_wait: Callable[[], None], *, captures: bool) -> GroupReport:
+        """Connect the ranks, and make each rank build its replica."""
         args = (self._spec.make_replica, captures)
-        if on_wait is None:
-            self.standby.startup.watch(self.workers)
-        report = self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait or self.standby.look_after)
-        self.standby.startup.unwatch(self.workers)
-        return report
+        return self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait)
 
     def _connect(
         self, method: Any, args: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
@@ -586,7 +582,7 @@ class WorkerGroup:
         """
         self.standby.startup.watch(joining)
         self._give_places(survivors, joining)
-        return self._build(on_wait, captures=captures)
+        return self._build(on_wait or self.standby.startup.poll, captures=captures)
 
     def _give_places(
         self, survivors: Sequence[int], joining: Sequence[RemoteWorker], places: Sequence[int] = ()

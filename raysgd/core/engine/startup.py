@@ -203,13 +203,14 @@ class StandbyWorkers:
     Errors in standby workers are logged, never raised.
 
     Attributes:
-        startup: Kills the workers that freeze while they start or stand by.
+        startup: Kills workers of the group that freeze while they start.
         replacements: Number of replacements that are still allowed for workers that die while a group starts. All
             attempts to start a group share this number.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
         self._spec, self._slots, self._platform = spec, slots, platform
+        self._check = StartupCheck(platform, spec.heartbeat_s)
         self.startup = StartupCheck(platform, spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Reference]] = []
         self._ready: list[RemoteWorker] = []
@@ -273,7 +274,7 @@ class StandbyWorkers:
         calls = {index: worker.submit(WorkerProcess.prepare, hook) for index, worker in enumerate(workers)}
         if placed and not self._slots.are_own:
             self._await_placement(placed, timeout_s)
-        report = gather(calls, self.look_after)
+        report = gather(calls, self.startup.poll)
         while not report.ok:
             dead = {outcome.rank for outcome in report.outcomes if outcome.failure is not None}
             if classify(report).kind == "user":
@@ -281,16 +282,18 @@ class StandbyWorkers:
             logger.warning("%s; continuing with the others", words(classify(report)))
             for worker in [workers[index] for index in dead]:
                 assert isinstance(worker, RemoteWorker), "the driver itself cannot die"
+                self.startup.unwatch([worker])
                 self.kill(worker)
             self.replace(len(dead), num_workers)
             calls = {index: call for index, call in calls.items() if index not in dead}
             if len(calls) + self.num_all < min_workers:
                 return report
-            failed, report = report, gather(calls, self.look_after)
-        joining = self.take_needed(min_workers - len(calls), num_workers - len(calls))
+            failed, report = report, gather(calls, self.startup.poll)
+        joining = self.take_needed(min_workers - len(calls), num_workers - len(calls), self.startup.poll)
         if joining is None:
             self._check_wanted()
             return failed
+        self.startup.watch(joining)
         workers[:] = [*(workers[index] for index in calls), *joining]
         return GroupReport((*report.outcomes, *(Answered(-1, each.info) for each in joining)))
 
@@ -349,7 +352,7 @@ class StandbyWorkers:
             worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
             call = worker.submit(WorkerProcess.prepare_standby, self._spec.initialization_hook, world, make_replica)
             self._coming.append((worker, call))
-            self.startup.watch([worker])
+            self._check.watch([worker])
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
@@ -383,7 +386,7 @@ class StandbyWorkers:
             on_wait()
             self.look_after()
         taken = [each for each in self._ready[:count] if _take_out(self._ready, each)]
-        self.startup.unwatch(taken)
+        self._check.unwatch(taken)
         return taken
 
     def take_needed(
@@ -479,10 +482,10 @@ class StandbyWorkers:
             self._polling.release()
 
     def _see_to_all(self) -> None:
-        self.startup.poll()
+        self._check.poll()
         self._take_back()
         for each in [*self._ready]:
-            if each in self.startup.lost and _take_out(self._ready, each):
+            if each in self._check.lost and _take_out(self._ready, each):
                 logger.warning("new worker (process %s) died", each.info.pid)
                 self.kill(each)
         num_died = 0
@@ -529,7 +532,7 @@ class StandbyWorkers:
 
     def kill(self, worker: RemoteWorker) -> None:
         """Kill a worker and free its slot. The worker may be a standby worker or may have been taken out of standby."""
-        self.startup.unwatch([worker])
+        self._check.unwatch([worker])
         worker.kill()
         self._slots.give_back(worker.slot)
 
