@@ -664,7 +664,7 @@ def test_the_last_survivor_goes_on_alone_with_all_samples_that_are_left(process_
     assert sorted(samples(runner)[4:]) == list(range(8, 20)), "two of each global step before; all of the rest"
     assert answer.num_steps == values(answer)["batch_count"] == 2 + 6
     assert values(answer)["num_samples"] == 4 + 12
-    assert runner._hosted.feed.epoch == 1
+    assert runner.epoch == 1
 
 
 def test_the_batches_of_a_window_that_broke_off_are_counted_once(process_group: None) -> None:
@@ -692,7 +692,7 @@ def test_a_call_of_several_passes_goes_on_in_the_one_it_was_in(process_group: No
     runner = broken_off(survivor(), in_step=7, num_steps=9)
     runner.regroup(ALONE, StateHandover())
     answer = resume(runner, 9)
-    assert (answer.num_steps, answer.epoch_idx, runner._hosted.feed.epoch) == (9, 0, 2)
+    assert (answer.num_steps, answer.epoch_idx, runner.epoch) == (9, 0, 2)
     assert samples(runner)[14:] == [8, 9, 10, 11], "two steps in the second pass, of which eight samples were used"
 
 
@@ -726,7 +726,7 @@ def test_a_call_that_failed_before_it_began_is_begun_and_not_answered_by_the_one
     assert runner.replica_progress().position == 0
     runner.regroup(ALONE, StateHandover())
     answer = resume(runner, call=2)
-    assert (answer.call_number, answer.epoch_idx, answer.num_steps, runner._hosted.feed.epoch) == (2, 1, 10, 2)
+    assert (answer.call_number, answer.epoch_idx, answer.num_steps, runner.epoch) == (2, 1, 10, 2)
     assert samples(runner)[num_seen:] == list(range(20))
 
 
@@ -747,7 +747,7 @@ def test_a_pass_over_data_of_a_call_is_counted_once_however_often_it_fails_to_be
     for _ in range(2):
         _fails_to_begin(runner, monkeypatch, shard=shard)
     answer = train(runner, call_number=2, shard=shard)
-    assert (answer.epoch_idx, answer.num_steps, runner._hosted.feed.epoch) == (1, 3, 2)
+    assert (answer.epoch_idx, answer.num_steps, runner.epoch) == (1, 3, 2)
 
 
 def test_a_survivor_says_between_calls_what_the_last_one_has_used(process_group: None) -> None:

@@ -142,6 +142,11 @@ class ClassRunner(ABC):
             logger.warning("warm-up of a new worker failed: %r", error)
 
     @property
+    def epoch(self) -> int:
+        """Number of passes over the training data that this worker has started."""
+        return self._hosted.feed.epoch
+
+    @property
     def epochs_done(self) -> int:
         """Number of passes over the training data that this worker has completed."""
         feed = self._hosted.feed

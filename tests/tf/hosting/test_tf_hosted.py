@@ -120,7 +120,7 @@ def test_the_next_call_begins_with_the_batch_that_raised(keras_here: Any) -> Non
     with pytest.raises(ZeroDivisionError):
         runner.train_epoch(EpochRequest(None, {}, False, seed=0))
     runner.train_epoch(EpochRequest(None, {}, False, seed=0))
-    assert runner._hosted.feed.epoch == 1
+    assert runner.epoch == 1
     assert runner.operator.seen == undisturbed.operator.seen  # type: ignore[attr-defined]
 
 
@@ -129,7 +129,7 @@ def test_fit_counts_for_itself(keras_here: Any) -> None:
     assert type(parts) is FitParts
     feed: Any = runner._hosted.feed
     answer: Any = runner.train_epoch(EpochRequest(None, {}, False, 0))
-    assert (answer.epoch_idx, runner._hosted.feed.epoch) == (0, 1)
+    assert (answer.epoch_idx, runner.epoch) == (0, 1)
     assert parts.can_be_source
     assert parts.extra_results() == {}
     assert parts.validation_options(REQUEST) == {"num_steps": 2}
