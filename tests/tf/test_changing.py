@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raysgd.tf import TFTrainer
-from raysgd.torch.objects.hyperparameters import differing
+from raysgd.tf.objects.registration import differing_rates
 from raysgd.tune.population import Population
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
@@ -201,6 +201,6 @@ def is_same_but_for_rates(one: TFTrainer, other: TFTrainer) -> bool:
 
 
 def test_rates_that_differ() -> None:
-    assert differing([0.1, 0.2, None], [0.1, 0.3, None]) == [None, 0.3, None]
-    assert differing([0.1], [0.1]) == []
-    assert differing([], [0.1]) == [0.1]
+    assert differing_rates([0.1, 0.2, None], [0.1, 0.3, None]) == [None, 0.3, None]
+    assert differing_rates([0.1], [0.1]) == []
+    assert differing_rates([], [0.1]) == [0.1]
