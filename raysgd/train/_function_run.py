@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -459,11 +459,10 @@ class MessageQueues:
 
     def __init__(self) -> None:
         self._attempt: int | None = None
-        self._members: Sequence[Any] = ()
-        self._queues: list[deque[Any]] = []
-        self._nums_taken: list[int] = []
-        self._met: set[Any] = set()
         self._joined: Mapping[Any, int] = {}
+        self._queues: dict[Any, deque[Any]] = {}
+        self._nums_taken = Counter[Any]()
+        self._met: set[Any] = set()
 
     def follow(self, attempt: int | None, members: Mapping[Any, int]) -> None:
         """Set the workers whose messages are queued, in rank order, and drop the messages of all other workers.
@@ -472,60 +471,53 @@ class MessageQueues:
             attempt: Number of the group on which the function was last started. A new number empties all queues.
             members: The workers, each with the number of the group change that added it.
         """
-        known = dict(zip(self._members, zip(self._queues, self._nums_taken, strict=True), strict=True))
         if attempt != self._attempt:
-            known, self._met = {}, set(members)
+            self._queues, self._nums_taken, self._met = {}, Counter(), set(members)
         if not self._met.intersection(members):  # all workers that had reported before are lost
             self._met = set(members)
-        self._joined = members
-        kept = [known.get(member, (deque(), 0)) for member in members]
-        self._attempt, self._members = attempt, tuple(members)
-        self._queues, self._nums_taken = [queue for queue, _ in kept], [number for _, number in kept]
+        self._attempt, self._joined = attempt, members
+        self._queues = {member: self._queues.get(member, deque()) for member in members}
 
     @property
     def has_step(self) -> bool:
         """True if the messages for the next step are complete: every rank that reports has sent one."""
-        for queue in self._queues:
+        for queue in self._queues.values():
             while queue and isinstance(queue[0], RanksMet):
                 number = queue.popleft().number
                 self._met |= {member for member, joined in self._joined.items() if joined <= number}
-        return bool(self._queues) and all(self._queues[rank] for rank in self._reporting)
-
-    @property
-    def _reporting(self) -> list[int]:
-        """The ranks that report. A worker that was added later reports once it has loaded the other ranks' state."""
-        return [rank for rank, member in enumerate(self._members) if member in self._met]
+        return bool(self._queues) and all(queue or member not in self._met for member, queue in self._queues.items())
 
     @property
     def are_all_there(self) -> bool:
-        """True if all ranks report, including the workers that were added later."""
-        return len(self._reporting) == len(self._members)
+        """True if all ranks report. A worker that was added later reports once it has loaded the other ranks' state."""
+        return self._met.issuperset(self._queues)
 
     def is_needed(self, rank: int) -> bool:
         """Return True if the driver must wait for a message of this rank: the rank reports and its queue is empty."""
-        return not self._queues[rank] and self._members[rank] in self._met
+        member, queue = [*self._queues.items()][rank]
+        return not queue and member in self._met
 
     def num_taken(self, rank: int) -> int:
         """Return the number of messages that the driver has received from this rank."""
-        return self._nums_taken[rank]
+        return self._nums_taken[[*self._queues][rank]]
 
     def extend(self, by_rank: Sequence[Sequence[Message]]) -> None:
         """Append each rank's new messages to the rank's queue."""
-        for rank, messages in enumerate(by_rank):
-            self._queues[rank].extend(messages)
-            self._nums_taken[rank] += len(messages)
+        for (member, queue), messages in zip(self._queues.items(), by_rank, strict=True):
+            queue.extend(messages)
+            self._nums_taken[member] += len(messages)
 
     def take_step(self) -> list[Message | None]:
         """Remove and return each rank's oldest message, or None for a rank that does not report yet.
 
         Each reporting rank must have a message.
         """
-        reporting = self._reporting
-        return [queue.popleft() if rank in reporting else None for rank, queue in enumerate(self._queues)]
+        return [queue.popleft() if member in self._met else None for member, queue in self._queues.items()]
 
     def drop_reports(self) -> None:
         """Drop the queued messages that contain only metrics, because reports are no longer read."""
-        self._queues = [deque(message for message in queue if not is_mere_report(message)) for queue in self._queues]
+        for member, queue in self._queues.items():
+            self._queues[member] = deque(message for message in queue if not is_mere_report(message))
 
 
 @dataclass(frozen=True)

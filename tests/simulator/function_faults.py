@@ -38,10 +38,10 @@ def _forgets_what_was_taken(real: Any) -> Any:
 
 def _forgets_queues(real: Any) -> Any:
     def follow(self: MessageQueues, attempt: int | None, members: Any) -> None:
-        has_changed = tuple(members) != self._members
+        has_changed = tuple(members) != tuple(self._queues)
         real(self, attempt, members)
         if has_changed:
-            self._queues = [deque() for _ in members]
+            self._queues = {member: deque() for member in members}
 
     return follow
 
