@@ -126,7 +126,8 @@ class BaseTrainer(Detachable, ABC):
         detached: str | Detached | None = None,
         **unknown: NoReturn,
     ) -> None:
-        known = [name for each in type(self).__mro__ for name in getattr(each.__init__, "__annotations__", ())]
+        constructors = [vars(each).get("__init__") for each in type(self).__mro__]
+        known = [name for each in constructors for name in getattr(each, "__annotations__", ())]
         refuse_unknown(type(self).__name__, unknown, known, scaling_config=ScalingConfig, run_config=RunConfig)
         self.scaling_config = checked_scaling(scaling_config)
         self.run_config: RunConfig = checked_config("run_config", run_config, RunConfig)
