@@ -134,7 +134,7 @@ class Journal:
         legs: The legs of the run, in the order of steps. A leg is a part of an epoch that one group of workers ran. If
             steps were repeated, only their last repetition is included.
         checkpoints: Paths or URIs of checkpoints, by the step after which they were saved, as the run wrote them. They
-            may be anything. Use `raysgd.replay.checkpoints` to find the file.
+            may be anything. Use `raysgd.replay.program` to find the file.
         left_out: The steps that a callback left out, in the order of steps.
         steps: Mean loss, gradient norm, and weight of the mean loss (such as the number of samples) by batch number, as
             a structured array. The weight is 0 for a batch that does not end a step.

@@ -14,7 +14,6 @@ from raysgd.callbacks.worker_callback import WorkerCallback, models_of
 from raysgd.core.history.history import History
 from raysgd.journal.entries import Leg
 from raysgd.journal.journal import Journal
-from raysgd.replay.checkpoints import checkpoint_in_run
 from raysgd.replay.comparing import (
     LOSS,
     NORM,
@@ -25,7 +24,7 @@ from raysgd.replay.comparing import (
     rounding_of,
     sizes_of,
 )
-from raysgd.replay.program import batch_options_for
+from raysgd.replay.program import batch_options_for, checkpoint_in_run
 from raysgd.replay.questions import journal_of, range_of
 from raysgd.replay.replaying import Replayed, replay
 from raysgd.torch.checkpoints import checkpoint_file

@@ -24,8 +24,7 @@ from raysgd.journal import jumps
 from raysgd.journal.entries import LeftOutLine, Leg, LoaderLayout, OtherLayout, StreamLayout
 from raysgd.journal.journal import Journal, StepRecord
 from raysgd.journal.jumps import Jump
-from raysgd.replay.checkpoints import nearest_checkpoint
-from raysgd.replay.program import Program
+from raysgd.replay.program import Program, nearest_checkpoint
 from raysgd.streams.global_reader import GlobalReader
 from raysgd.streams.lanes import LanePosition, LaneSlice, StreamPosition
 from raysgd.streams.loaders import BatchMaker

@@ -20,9 +20,8 @@ from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
 from raysgd.journal.entries import Leg
 from raysgd.journal.journal import Journal, StepRecord
-from raysgd.replay.checkpoints import nearest_checkpoint
 from raysgd.replay.comparing import Comparison, compare, options_of, records_of, rounding_of, sizes_of
-from raysgd.replay.program import Program, batch_options_for
+from raysgd.replay.program import Program, batch_options_for, nearest_checkpoint
 from raysgd.replay.questions import data_of, journal_of, samples_of, whole_batch
 from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer

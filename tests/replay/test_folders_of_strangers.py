@@ -1,6 +1,6 @@
 """Runs from someone else: what their folders name is not run, opened or obeyed, and what they say is escaped.
 
-Covers `raysgd.replay.checkpoints` and `raysgd.journal.entries`.
+Covers `raysgd.replay.program` and `raysgd.journal.entries`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raysgd.callbacks import Checkpointing
 from raysgd.cli.main import main
 from raysgd.journal.journal import Journal
 from raysgd.replay import bisect, replay, why
-from raysgd.replay.checkpoints import checkpoint_in_run, nearest_checkpoint
+from raysgd.replay.program import checkpoint_in_run, nearest_checkpoint
 from raysgd.torch import TorchTrainer
 from tests.replay import programs
 from tests.replay.programs import Plain
