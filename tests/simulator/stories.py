@@ -391,7 +391,7 @@ def retrying(act: Act) -> Act:
     """Errors of user code are retried."""
 
     def acted(controller: ElasticController, budget: RetryBudget) -> Any:
-        controller.recovery._failures = FailurePolicy(True, retries_user_errors=True)
+        controller.failures = FailurePolicy(True, retries_user_errors=True)
         return act(controller, budget)
 
     return acted

@@ -310,7 +310,11 @@ class OldNames(cst.CSTTransformer):
 
 
 def _comments_in(*nodes: cst.CSTNode) -> Counter[str]:
-    return Counter(comment.value for node in nodes for comment in matchers.findall(node, matchers.Comment()))
+    return Counter(
+        cst.ensure_type(found, cst.Comment).value
+        for node in nodes
+        for found in matchers.findall(node, matchers.Comment())
+    )
 
 
 @cache

@@ -97,7 +97,7 @@ class TorchFramework(Framework):
     acts_between_steps = True
 
     def __init__(self, group: GroupSettings, settings: TorchSettings) -> None:
-        timeouts = {"timeout_s": group.timeout_s, "form_timeout_s": group.recovery.form_timeout_s}
+        timeouts: dict[str, Any] = {"timeout_s": group.timeout_s, "form_timeout_s": group.recovery.form_timeout_s}
         if group.backend == "horovod":
             from raysgd.core.connections.horovod import HorovodConnection
 

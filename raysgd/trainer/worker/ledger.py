@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from raysgd.core.numbers import timing
+from raysgd.core.numbers.timing import TimeSpent
 from raysgd.exceptions import OnFailure
 
 BROKEN, LEFT = "(broken off)", "(group left)"
@@ -260,10 +261,10 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------ readings
 
-    def reading(self) -> timing.TimeSpent:
+    def reading(self) -> TimeSpent:
         """Return how much time is in each bin up to now. A second thread may call this method."""
         seconds = self._shown()
-        return timing.TimeSpent(self._of, seconds, max(0.0, seconds[timing.USEFUL] - self._saved_s), self._is_successor)
+        return TimeSpent(self._of, seconds, max(0.0, seconds[timing.USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
         """Return how many seconds of the running call are in each bin. Bins without time are left out."""
