@@ -310,11 +310,8 @@ class OldNames(cst.CSTTransformer):
 
 
 def _comments_in(*nodes: cst.CSTNode) -> Counter[str]:
-    return Counter(
-        cst.ensure_type(found, cst.Comment).value
-        for node in nodes
-        for found in matchers.findall(node, matchers.Comment())
-    )
+    comments = (comment for node in nodes for comment in matchers.findall(node, matchers.Comment()))
+    return Counter(cst.ensure_type(comment, cst.Comment).value for comment in comments)
 
 
 @cache
