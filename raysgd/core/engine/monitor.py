@@ -114,7 +114,7 @@ class Monitor:
         Raises:
             WorkersLostError: Ray was stopped, and no worker has responded for a while.
         """
-        if not self.is_on or self._lifecycle.group is None:
+        if not self.is_on:
             return
         self._listen()
         is_cut_off = self._lifecycle.is_ending and self._is_cut_off()
@@ -132,7 +132,8 @@ class Monitor:
 
     def _begin_round(self) -> None:
         """Once per round, look after the standby workers, the size of the group, and the snapshots."""
-        self._lifecycle.running.standby.look_after()
+        if self._lifecycle.group is not None:
+            self._lifecycle.group.standby.look_after()
         if self._can_hold:
             self._hold_where_due()
         if self._is_of_call:
@@ -170,12 +171,15 @@ class Monitor:
         return len(self._lifecycle.group) if self._lifecycle.group is not None else 0
 
     def _next_round_s(self) -> float:
-        is_awaited = self._can_hold and self._lifecycle.running.standby.num_coming > 0
+        group = self._lifecycle.group
+        is_awaited = self._can_hold and group is not None and group.standby.num_coming > 0
         is_fast = is_awaited or self._lifecycle.spec.snapshots_inside
         return self._liveness.round_s(self._num_asked, *((_FASTEST_ROUND_S,) if is_fast else ()))
 
     def _ask(self) -> None:
-        group = self._lifecycle.running
+        group = self._lifecycle.group
+        if group is None:
+            return
         self._liveness.ask(
             sorted(set(group.remote_ranks) - group.gone),
             lambda rank: group.submit_beside(rank, interface.heartbeat),
@@ -185,7 +189,7 @@ class Monitor:
             self._note(0, in_driver)
 
     def _listen(self) -> None:
-        infos = self._lifecycle.running.infos
+        infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
         if infos is not self._infos:  # the group has changed, so discard unanswered polls of replaced workers
             self._infos = infos
             self._expect_no_answers()
@@ -211,8 +215,8 @@ class Monitor:
         Raises:
             WorkersLostError: No worker has responded for a while.
         """
-        lifecycle, now = self._lifecycle, self._lifecycle.now()
-        if not lifecycle.running.is_cut_off:
+        lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
+        if group is None or not group.is_cut_off:
             return False
         if self._cut_off_at is None:
             self._cut_off_at = now
@@ -228,9 +232,10 @@ class Monitor:
 
         The call then fails, and its error describes how the ranks differ.
         """
-        if self._divergence is not None and self._divergence(self.heartbeats):
+        group = self._lifecycle.group
+        if group is not None and self._divergence is not None and self._divergence(self.heartbeats):
             self._divergence = None
-            self._lifecycle.running.interrupt()
+            group.interrupt()
 
     def _note(self, rank: int, heartbeat: Heartbeat) -> None:
         self._lifecycle.spec.relay.tell({str(rank): heartbeat.notes})
@@ -280,7 +285,9 @@ class Monitor:
 
         Ranks with the same step and stack share an entry.
         """
-        group = self._lifecycle.running
+        group = self._lifecycle.group
+        if group is None:
+            return "there is no group"
         asked = {rank: each for rank, each in ask_heartbeats(group, _REPORT_S).items() if each.step >= 0}
         heartbeats = {**self.heartbeats, **self._before, **asked}
         stacks: Mapping[int, str] = group.ask_workers(WorkerProcess.stack, timeout_s=_REPORT_S)
@@ -294,8 +301,8 @@ class Monitor:
 
         Do nothing while another snapshot is in transit.
         """
-        group = self._lifecycle.running
-        if len(self.heartbeats) < len(group):
+        group = self._lifecycle.group
+        if group is None or len(self.heartbeats) < len(group):
             return
         newest = min(heartbeat.snapshot for heartbeat in self.heartbeats.values())
         if newest <= self._snapshot:
@@ -318,8 +325,8 @@ class Monitor:
 
     def _hold_where_due(self) -> None:
         """Stop the running call between two steps if workers must leave the group or can join the group."""
-        lifecycle, group, now = self._lifecycle, self._lifecycle.running, self._lifecycle.now()
-        if self._is_holding:
+        lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
+        if group is None or self._is_holding:
             return
         if now >= self._next_nodes:
             self._next_nodes = now + NODES_S
@@ -349,9 +356,10 @@ class Monitor:
 
         If the driver is the only worker, the call itself runs this method between two steps.
         """
-        if self._leaves is None or self._is_holding or not self._leaves():
+        group = self._lifecycle.group
+        if self._leaves is None or group is None or self._is_holding or not self._leaves():
             return
-        self._agree(self._lifecycle.running, LEFT)
+        self._agree(group, LEFT)
         self.is_leaving = self._is_holding
         has_stepped = any(each.step > 0 for each in self.heartbeats.values())
         if not self.is_leaving and not has_stepped:  # the ranks have not completed a step yet
