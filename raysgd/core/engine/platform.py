@@ -94,12 +94,11 @@ class Platform:
         if info.node_id == self.home:
             _sigkill(info.pid)
             return
-        import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)  # a process ID is valid on one node only
-        kill: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_sigkill)
-        kill.remote(info.pid)
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+        ray_cluster.untyped_ray().remote(**options)(_sigkill).remote(info.pid)
 
     @property
     def is_running(self) -> bool:
