@@ -25,7 +25,8 @@ def broken_in(first: int, num_schedules: int, num_processes: int) -> Iterator[tu
 
 
 def _broken_of(end: int, first: int) -> tuple[list[int], Counter[int]]:
-    broken, counts = [], Counter[int]()
+    broken: list[int] = []
+    counts: Counter[int] = Counter()
     with quiet():
         for seed in range(first, min(first + BLOCK, end)):
             simulation = Simulation(drawn(seed))
