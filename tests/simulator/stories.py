@@ -210,7 +210,7 @@ class Story:
         changes: What another process, or user code, does otherwise: owners, names there, and what makes the other way.
         options: Of the simulation.
         retries: Of its calls together.
-        ends: How it ends, as the user sees it: see `ending`.
+        ends: How it ends, as the user sees it: see `_ending`.
     """
 
     act: Act
