@@ -256,7 +256,7 @@ class Story:
             except (RaySGDError, KeyboardInterrupt) as error:
                 parts = [_words_of(error)]
         parts += map(_event, events[num_events:])
-        starts = controller.recovery._starts
+        starts = controller.start_budget
         parts.append(f"spent {budget.num_spent}" + (f" and {starts.num_spent}" if starts else ""))
         num_kept = 0 if controller.group is None else len({*workers} & {*controller.group.workers})
         parts.append(f"kept {num_kept}, made {len(cluster.processes) - num_processes}")
@@ -539,12 +539,11 @@ STORIES = {
         ((befalling, "UserBugError", lambda real: MemoryError),),
         ends="walked 11; continued 3-2; spent 0; kept 2, made 0; 11 steps and 0 notes; ran 28",
     ),
-    "a rank dies when a call that must end early is to be tried again": Story(
+    "a connection is lost once when a call begins that must end early": Story(
         calling(LEAVES),
         {"joins_late": True},
         (Fault("lose connection", "begin", 1),),
-        ((SimReplica, "replica_progress", raising(bug, 5)),),
-        ends="left after 2; spent 0; kept 3, made 0; 2 steps and 0 notes; ran 6",
+        ends="left after 2; spent 1; kept 3, made 0; 2 steps and 0 notes; ran 6",
     ),
     "user code raises in a group that was formed to copy its state": Story(
         calling(LEAVES),

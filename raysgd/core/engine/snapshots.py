@@ -444,12 +444,7 @@ class Snapshots:
         self._land(snapshot, self._coming.token, self._coming.version)
 
     def drop_incoming(self) -> None:
-        """Discard the snapshot in transit and `landed_token`, because the replicas that sent them have ended.
-
-        If the driver itself is copying the snapshot from a file, wait for the copy instead. It needs no replica.
-        """
-        if self._coming is not None and self._coming.token is None:
-            self.poll(None)
+        """Discard the snapshot in transit and `landed_token`, because the replicas that sent them have ended."""
         if self.is_coming:
             self._lose_coming()
         self.landed_token = None
@@ -458,15 +453,6 @@ class Snapshots:
         """Record that `snapshot` is the newest snapshot. Its state came from the driver, for example from a file."""
         self._is_stale_for_ranks = False
         self._land(snapshot, self.landed_token, self._version)
-
-    def adopt_coming(self, coming: NewestSnapshot) -> None:
-        """Record that `coming` is the newest snapshot: workers loaded its state from a file.
-
-        The driver is still copying the state from the file. Until the copy has arrived, the load counts as a change of
-        the training state that cannot be repeated.
-        """
-        self.completed(None)
-        self._coming, self._is_stale_for_ranks, self.is_awaited = replace(coming, version=self._version), False, False
 
     def forget_calls(self) -> None:
         """Discard the retained calls. A restart then continues from the last snapshot without repeating any calls."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,17 +115,6 @@ def ask_all(group: Any, function: Any, *args: Any, are_last: bool) -> tuple[list
         are_last: See `receive_reports`.
     """
     return receive_reports([group.fetch(rank, function, *args) for rank in range(len(group))], are_last=are_last)
-
-
-def stored_later(future: Future[SharedValue]) -> Transfer:
-    """Return a `Transfer` of a value that a thread puts into the object store."""
-
-    def result(timeout_s: float | None) -> SharedValue:
-        if not wait([future], timeout_s).done:
-            raise TimeoutError("the value is not stored yet")
-        return future.result()
-
-    return Transfer(result)
 
 
 @dataclass(frozen=True)
