@@ -20,7 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
-GAUGES = (ROOT / "raysgd" / "core" / "history" / "gauges.py").read_text(encoding="utf-8")
+GAUGES = (ROOT / "raysgd" / "core" / "history" / "status.py").read_text(encoding="utf-8")
 
 
 def pinned(package: str) -> str:

@@ -57,6 +57,13 @@ def calling(*calls: Call) -> Act:
     return act
 
 
+def leaving_after_two(controller: ElasticController, budget: RetryBudget) -> Any:
+    """A call that must end early once two processes have died."""
+    cluster = cluster_of(controller)
+    call = training(leaves=lambda: len(cluster.processes) - len(cluster.live) > 1)
+    return controller.run_or_leave(call, budget=budget)
+
+
 def refuse(values: Any) -> None:
     raise RanksDifferError("they differ")
 
@@ -519,6 +526,12 @@ STORIES = {
         {"is_large": True},
         dies(1),
         ends="WorkersLostError (lost on its way); spent 1; kept 2, made 0; 8 steps and 0 notes; ran 19",
+    ),
+    "a rank dies, and another one when the call must end early, whose copies are lost": Story(
+        losing_copies(9, leaving_after_two),
+        {"is_large": True},
+        dies(4, 16),
+        ends="walked 11; continued 3-3; spent 0; kept 1, made 1; 11 steps and 0 notes; ran 32",
     ),
     "two copies of a call that must end early are lost": Story(
         losing_copies(2, calling(LEAVES)),

@@ -938,7 +938,7 @@ def test_data_is_prepared_once_for_each_node_or_once_at_all() -> None:
 
     def is_prepared(module_cls: type[Line], rank: int, local_rank: int) -> bool:
         operator = make(module_cls)
-        operator._raysgd.take_rank(replace(operator._raysgd.world, rank=rank, local_rank=local_rank))
+        operator._raysgd.take_rank(operator, replace(operator._raysgd.world, rank=rank, local_rank=local_rank))
         operator.get_model().seen.clear()
         operator._prepare_data()
         return operator.get_model().seen == ["prepared"]

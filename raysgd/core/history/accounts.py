@@ -69,7 +69,7 @@ class Accounts:
     Examples:
         >>> clock = iter([0.0, 5.0]).__next__
         >>> accounts = Accounts(clock)
-        >>> accounts.note_times({0: Heartbeat(time=TimeSpent("a", {"useful": 3.0}))})
+        >>> accounts.note_times({0: Heartbeat(time=timing.TimeSpent("a", {"useful": 3.0}))})
         >>> dict(accounts.ledger().total())
         {'useful': 3.0, 'start_up': 2.0}
     """
