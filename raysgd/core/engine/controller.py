@@ -1,8 +1,8 @@
-"""Runs calls on the worker group and retries failed calls. No other module of raysgd retries a call.
+"""Takes calls for the worker group, one after the other.
 
 The controller runs in the driver and is synchronous: `run` blocks until every rank has answered or no further attempt
-is possible. The package `recovery` runs a call and makes the group usable again after a failure. ADR 4 explains when
-snapshots are taken.
+is possible. The package `recovery` runs each call, makes the group usable again after a failure, and retries the call.
+ADR 4 explains when snapshots are taken.
 """
 
 from __future__ import annotations

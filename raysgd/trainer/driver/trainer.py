@@ -4,8 +4,7 @@ A trainer runs epochs, predictions and functions on the training operators in al
 arguments of its methods. Other modules do the work:
 
 - `life`: `TrainerLife` starts the workers, holds the trainer's settings, and ends the workers.
-- `calls`: `TrainerCalls` trains, validates and tests.
-- `predicting`: `outputs_in_rounds` predicts.
+- `calls`: `TrainerCalls` trains, validates and tests, and `outputs_in_rounds` predicts.
 - `live_changes` changes the config, the operator class or the callbacks of running workers.
 - `fit_loop`: `FitRun` runs `fit` and `epochs`.
 """

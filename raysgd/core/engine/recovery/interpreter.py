@@ -1,8 +1,8 @@
-"""Recovers from failures: waits for what each state of `machine.transition` names.
+"""Runs calls and recovers from their failures: waits for what each state of `machine.transition` names.
 
-`Interpreter` is the only place of the engine that waits for a recovery, and handles what interrupts it. What follows
-what is decided by the table in `machine`. ADR 9 explains why survivors keep their processes, ADR 11 when they wait for
-new workers.
+A call that nothing befalls goes by the same table: `Running`, then `Finished`. `Interpreter` is the only place of the
+engine that waits for a recovery, and handles what interrupts it. The table in `machine` decides what follows what. ADR
+9 explains why survivors keep their processes, ADR 11 when they wait for new workers.
 """
 
 from __future__ import annotations
