@@ -101,23 +101,41 @@ class MLDataset(ParallelIterator):
             shard = shard.then(partial(shuffled, shuffle_buffer_size, seed)).then(partial(_with_shuffled_rows, seed))
         return LocalIterator(shard, f"{self.name}.shard[{shard_index}]")
 
-    def to_torch(self, *columns: Any, **options: Any) -> TorchMLDataset:
+    def to_torch(
+        self,
+        feature_columns: Any = None,
+        feature_shapes: Any = None,
+        feature_types: Any = None,
+        label_column: Any = None,
+        label_shape: Any = None,
+        label_type: Any = None,
+    ) -> TorchMLDataset:
         """Return a `TorchMLDataset`, which converts each shard to a PyTorch dataset.
 
-        The arguments are those of `TorchMLDataset`, which has them after the data: `feature_columns` comes first.
+        The arguments are those of `TorchMLDataset`.
         """
         from raysgd.torch.torch_dataset import TorchMLDataset
 
-        return TorchMLDataset(self, *columns, **options)
+        return TorchMLDataset(
+            self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type
+        )
 
-    def to_tf(self, *columns: Any, **options: Any) -> TFMLDataset:
+    def to_tf(
+        self,
+        feature_columns: Any = None,
+        feature_shapes: Any = None,
+        feature_types: Any = None,
+        label_column: Any = None,
+        label_shape: Any = None,
+        label_type: Any = None,
+    ) -> TFMLDataset:
         """Return a `TFMLDataset`, which converts each shard to a `tf.data` dataset.
 
-        The arguments are those of `TFMLDataset`, which has them after the data: `feature_columns` comes first.
+        The arguments are those of `TFMLDataset`.
         """
         from raysgd.tf.tf_dataset import TFMLDataset
 
-        return TFMLDataset(self, *columns, **options)
+        return TFMLDataset(self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type)
 
 
 def _with_shuffled_rows(seed: int | None, frames: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
