@@ -18,8 +18,7 @@ import torch
 from _common import OWN, Report, Target, choose_peers, dispatch, estimate, make_parser, run_job, scaled
 from torch import nn
 
-from raysgd.journal.journal import StepRecord
-from raysgd.torch.parallel.undo import Undo
+from raysgd.torch.parallel.undo import OpenStep, Undo
 
 ALONE, RULE, ALWAYS = "no copies", "rule", "always"
 MOST_SHARE = 0.01
@@ -37,7 +36,7 @@ class Program:
     def __init__(self, models: list[nn.Module], optimizers: list[Any], features: torch.Tensor) -> None:
         self._models, self._optimizers, self._features = models, optimizers, features
         self.undo: Undo | None = None
-        self.record = StepRecord()
+        self.record = OpenStep()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda stepped, *_: self.record.note_step(stepped))
 
@@ -65,7 +64,7 @@ class Program:
             features = output.detach()
         if self.undo is not None:
             self.undo.forget(self.record)
-        self.record = StepRecord()
+        self.record = OpenStep()
         return time.perf_counter() - began, copied - began
 
 

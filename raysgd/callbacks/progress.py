@@ -221,13 +221,9 @@ class LineBar:
             values: Formatted metrics by name.
         """
         if time.monotonic() - self._last_line >= _QUIET_S:
-            self.progress(title, done, total, values)
-
-    def progress(self, title: str, done: int, total: int | None, values: Mapping[str, str]) -> None:
-        """Write the progress of a call as a line of text. The arguments are as for `draw`."""
-        of = f"/{total}" if total is not None else ""
-        texts = "  ".join(f"{name} {value}" for name, value in values.items())
-        self.line(f"{title} {done}{of} batches  {texts}".rstrip())
+            of = f"/{total}" if total is not None else ""
+            texts = "  ".join(f"{name} {value}" for name, value in values.items())
+            self.line(f"{title} {done}{of} batches  {texts}".rstrip())
 
     def clear(self) -> None:
         """Remove the bar. This class has no bar, so this method does nothing unless a subclass overrides it."""

@@ -77,7 +77,8 @@ class HorovodConfig(BackendConfig):
         return TorchBackend
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
-        names = [self.nics] if isinstance(self.nics, str) else self.nics or ()
+        names, seconds = [self.nics] if isinstance(self.nics, str) else self.nics or (), float(self.timeout_s)
+        usual = HorovodConnection.timeout_s
         return PlacedConnection(
-            HorovodConnection(form_timeout_s=float(self.timeout_s), interfaces=tuple(sorted(names)))
+            HorovodConnection(timeout_s=max(usual, seconds), form_timeout_s=seconds, interfaces=tuple(sorted(names)))
         )

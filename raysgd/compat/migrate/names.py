@@ -188,7 +188,7 @@ class OldNames(cst.CSTTransformer):
                 changed = True
                 self.dropped_ray |= alias.asname is None and not new.startswith("ray.")
                 aliases.append(alias.with_changes(name=_dotted(new)))
-        return [statement.with_changes(names=aliases)] if changed else [statement]
+        return [statement.with_changes(names=_unique(aliases))] if changed else [statement]
 
     def _rewritten_from(
         self, statement: cst.ImportFrom, module: str, line: cst.CSTNode
@@ -352,3 +352,12 @@ def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallSt
     if module:
         return cst.ImportFrom(module=_dotted(module), names=names)
     return cst.Import(names=[name if name.asname is not None else name.with_changes(asname=None) for name in names])
+
+
+def _unique(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
+    """Return the names of an import statement, and remove duplicates such as in `import raysgd, raysgd`."""
+    seen: dict[str, cst.ImportAlias] = {}
+    for alias in aliases:
+        seen.setdefault(cst.Module([]).code_for_node(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)), alias)
+    kept = list(seen.values())
+    return [*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]

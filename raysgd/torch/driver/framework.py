@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import Snapshot, own_states
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.history.history import Kind
+from raysgd.core.imports import require
 from raysgd.core.numbers.results import CallProgress
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 from raysgd.core.text.log_lines import errors_printable, printable_lines
@@ -66,22 +68,39 @@ def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
     Args:
         stream: File object to which the bar is written. Default: standard error.
     """
-    bar, newest = make_bar(stream or sys.stderr), list[tuple[str, int, int | None, dict[str, str]]]()
-    is_drawn = type(bar) is not LineBar
+    bar, began = make_bar(stream or sys.stderr), time.monotonic()
+    is_drawn, newest = type(bar) is not LineBar, list[CallProgress]()
 
     def show(progress: CallProgress) -> None:
-        values = {"loss": f"{progress.loss:.4g}"} if progress.loss is not None else {}
-        epochs = f"/{progress.num_epochs}" if progress.num_epochs else ""
-        newest[:] = [(f"{progress.epoch_idx + 1}{epochs}e", progress.num_steps, progress.total, values)]
+        newest[:] = [progress]
         if is_drawn:
-            bar.draw(*newest[0])
+            values = {"loss": f"{progress.loss:.4g}"} if progress.loss is not None else {}
+            bar.draw(_label(progress), progress.num_steps, progress.total, values)
 
     try:
         yield show
     finally:
         bar.clear()
     if newest and not is_drawn:
-        bar.progress(*newest[0])
+        bar.line(_line(newest[0], time.monotonic() - began))
+
+
+def _line(progress: CallProgress, elapsed: float) -> str:
+    line: str = require("tqdm", extra="progress", purpose="`use_tqdm=True`").tqdm.format_meter(
+        n=progress.num_steps,
+        total=progress.total,
+        elapsed=elapsed,
+        ncols=100,
+        prefix=_label(progress),
+        unit="batch",
+        postfix=f"loss={progress.loss:.4g}" if progress.loss is not None else None,
+    )
+    return line
+
+
+def _label(progress: CallProgress) -> str:
+    epochs = f"/{progress.num_epochs}" if progress.num_epochs else ""
+    return f"{progress.epoch_idx + 1}{epochs}e"
 
 
 class TorchFramework(Framework):

@@ -266,7 +266,7 @@ class Undo:
     """Copies the state that a batch on this rank may change, and restores it if a failure interrupts the batch.
 
     With gradient accumulation, a batch here consists of all batches of an optimizer step. A boundary is a point in time
-    between two optimizer steps. What happens in a step is in a `OpenStep`, which the caller keeps.
+    between two optimizer steps. What happens in a step is in an `OpenStep`, which the caller keeps.
 
     Args:
         models: Modules that are trained, without wrappers.
