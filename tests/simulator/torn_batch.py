@@ -71,7 +71,7 @@ class TornBatch:
 
     def begin(self) -> None:
         """A batch begins."""
-        self._parts.leg.begin_batch(BETWEEN_BATCHES)
+        self._parts.open(BETWEEN_BATCHES, None)
 
     def step(self, number: int) -> None:
         """The gradients of an optimizer were exchanged; it steps."""

@@ -17,6 +17,7 @@ from raysgd.core.connections.mesh.mesh import NotAligned
 from raysgd.core.connections.torch import is_connection_error
 from raysgd.core.engine.shared.types import StepLacksMemory, World
 from raysgd.core.memory import ran_out
+from raysgd.core.numbers.timing import UNDO
 from raysgd.core.text.tracebacks import defined_at
 from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.feed import DividedLoaderSource, LoaderSource, TorchFeed
@@ -88,19 +89,23 @@ class TorchParts(StepParts):
         self._internals.trained.check(self._operator._freezes_in_batches)
 
     def open(self, plan: BatchPlan, batch: Any) -> None:
-        leg = self._sync.leg
+        sync, undo, leg = self._sync, self.undo, self._sync.leg
         if plan.total_samples is None and leg.rules.has_several:
             plan = plan._replace(total_samples=count_samples(batch))
         if self.splits:
             self._num_opened = plan.num_samples or 0
-            self.undo.raises_lack = self._num_opened > 1
+            undo.raises_lack = self._num_opened > 1
+        if sync.is_told_of_batches:
+            sync.open(plan)
+        if undo.is_told_of_batches and plan.starts_step:
+            leg.record.note_saved(undo.save(leg.ledger.inside(UNDO)))
         leg.begin_batch(plan)
 
     def remember_metrics(self) -> Callable[[], None]:
         return metric_objects.remember(self._operator, self._internals.registered)
 
     def _is_lost(self, error: BaseException) -> bool:
-        return self.leg.record.error is not None or is_connection_error(error)
+        return self._sync.leg.record.error is not None or is_connection_error(error)
 
     def may_be_parted(self, error: BaseException) -> bool:
         return self._is_lost(error) or any(isinstance(link, NotAligned) for link in with_causes(error))
@@ -109,7 +114,7 @@ class TorchParts(StepParts):
         # Keep no reference to what is raised: a cycle with this frame would keep the memory that the error refers to.
         if not self.splits or not ran_out(error):
             return
-        has_stepped, is_again = bool(self.leg.record.stepped), self._lacked_in_step
+        has_stepped, is_again = bool(self._sync.leg.record.stepped), self._lacked_in_step
         self._lacked_in_step |= has_stepped
         if has_stepped and not is_again:  # smaller batches do not help, but the state of another rank may
             raise StepLacksMemory from error
@@ -119,7 +124,7 @@ class TorchParts(StepParts):
         error.args = (f"{error} Smaller batches do not help {where} (samples at once: {self._num_opened}).",)
 
     def can_undo_now(self, error: BaseException, is_alone: bool) -> bool:
-        record = self.leg.record
+        record = self._sync.leg.record
         can_undo = (record.saved is not None and record.saved.copied_all) or not record.stepped
         return can_undo and (is_alone or not self._is_lost(error))
 
@@ -130,11 +135,11 @@ class TorchParts(StepParts):
         # that the weights diverge. No new rank may copy such a state: the call is repeated from the snapshot. If the
         # driver then finds that the weights differ, it raises.
         are_apart = self._has_own_gradients or (self._has_stepped and not self._has_averaged)
-        return not are_apart and self.undo.can_undo(self.leg.record)
+        return not are_apart and self.undo.can_undo(self._sync.leg.record)
 
     def commit(self) -> None:
-        if (sync := self._sync.leg.sync) is not None:
-            sync.check()
+        if self._sync.is_told_of_batches:
+            self._sync.check()
         self._lacked_in_step = False
         self.note_committed()
 
@@ -153,16 +158,16 @@ class TorchParts(StepParts):
         self._has_stepped = self._has_own_gradients = False
         self._global_step = self._operator.global_step
         self.undo.note_loaded()
-        self.leg.renew_record()
+        self._sync.leg.renew_record()
 
     def undo_step(self) -> None:
         self._operator.global_step = self._global_step
-        self.undo.undo_step(self.leg.record)
-        self.leg.renew_record()
+        self.undo.undo_step(self._sync.leg.record)
+        self._sync.leg.renew_record()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that have gradients with which no optimizer has stepped yet."""
-        return self.undo.waiting_parameters(self.leg.record)
+        return self.undo.waiting_parameters(self._sync.leg.record)
 
     def plain(self, value: Any) -> Any:
         """Convert a tensor without dimensions to a number, and move any other tensor to the CPU."""
@@ -175,7 +180,7 @@ class TorchParts(StepParts):
 
     @property
     def joint_work(self) -> JointWork | None:
-        return self.leg.flight_recorder.work
+        return self._sync.leg.flight_recorder.work
 
     # ---------------------------------------------------------------------------------------- the steps of a call
 
@@ -218,7 +223,7 @@ class TorchParts(StepParts):
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None, **options: Any) -> Leg:
         """Create the `Leg` for a call, or for the rest of a call after the worker group has changed.
 
-        The new `Leg` is also the attribute `leg` of the strategy.
+        The new `Leg` is also the attribute `leg` of the sync.
 
         Args:
             epoch_idx: Index of the epoch.

@@ -46,7 +46,6 @@ import torch
 from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
 from raysgd.core.connections.group import Gather
 from raysgd.core.numbers.meters import as_weight
-from raysgd.core.numbers.timing import UNDO
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
 from raysgd.torch.parallel.undo import FlightRecorder, OpenStep, Undo
 from raysgd.trainer.worker.ledger import Ledger
@@ -225,22 +224,19 @@ class Leg:
 
     Args:
         rules: What holds for all steps of the leg.
-        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
+        undo: Is told of all-reduces and steps. None if no batch is undone.
         record: What has happened since the last commit, perhaps between two calls.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
-        sync: See the attribute.
         share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
 
     Attributes:
         rules: What holds for all steps of the leg.
         plan: How the batch counts that the training code requested last.
-        undo: Copies the state that the batches of a step may change, and restores it. None if no batch is undone.
+        undo: Is told of all-reduces and steps. None if no batch is undone.
         record: What has happened since the last commit.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
-        sync: The `GradientSync` whose `open` is called before each batch, and `check` when a step has ended; None if
-            there is nothing to do then.
         batch: What has happened to the batch that the training code requested last.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
@@ -262,12 +258,10 @@ class Leg:
         record: OpenStep | None = None,
         flight_recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
-        sync: Any = None,
         share: Callable[[Gather | None], None] | None = None,
     ) -> None:
         self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
-        self.sync, self._share = sync, share
-        self.batch = BatchRecord()
+        self.batch, self._share = BatchRecord(), share
         self.record = OpenStep() if record is None else record
         self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = self.has_clipped = False
@@ -286,10 +280,6 @@ class Leg:
     def begin_batch(self, plan: BatchPlan) -> None:
         """Start the batch that the training code has requested from the data.
 
-        Everything that happens before a batch happens here, in this order: the method checks that the previous step has
-        ended, lets the strategy copy rank 0's buffers and turn the all-reduce of the batch's gradients on or off, lets
-        `undo` copy what the step may change, and compares the batch's weight with the previous batch's.
-
         Args:
             plan: How the batch counts.
 
@@ -304,10 +294,6 @@ class Leg:
                 f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
             )
-        if self.sync is not None:
-            self.sync.open(plan)
-        if self.undo is not None and plan.starts_step:
-            self.record.note_saved(self.undo.save(self.ledger.inside(UNDO)))
         if self.num_waiting and not self._weighs_like(plan):
             raise self._drawn_too_early(plan)
         batch = BatchRecord(self.batch.number + 1, rules.has_several or rules.averages)

@@ -62,6 +62,7 @@ class GradientSync:
         left_out: Models without trainable parameters, whose buffers are copied from rank 0 to the other ranks.
         defers: True if the gradients of all batches of a step are all-reduced together, in the last batch.
         waits: True if a step must wait for the sums of its gradients, as with NCCL (ADR 175).
+        is_told_of_batches: True if `open` must be called before each batch, and `check` after each step.
         leg: Tracks the current batch and step in the part of a training call that this worker group runs. Between
             calls, it is a `Leg` without batches.
         is_lost: Function that returns True if an exception means that a connection to another rank was lost.
@@ -75,7 +76,7 @@ class GradientSync:
         self.has_others, self.shares_metrics = has_others, shares_metrics
         self.left_out: list[torch.nn.Module] = []
         self.models: Sequence[torch.nn.Module] = ()
-        self.defers = self._checks_connections = False
+        self.defers = self._checks_connections = self.is_told_of_batches = False
         self._set_leg(record=OpenStep())
 
     def join_group(self) -> None:
@@ -110,8 +111,7 @@ class GradientSync:
         self.defers = may_defer and rules.has_several and (self._defers_any if may_run_backward else self._defers)
         self._checks_connections = may_run_backward and self.has_others
         self._set_sync(True)
-        if self.has_others or rules.num_shards:
-            options["sync"] = self
+        self.is_told_of_batches = self.has_others or rules.num_shards > 0
         flight_recorder = FlightRecorder(self.leg.flight_recorder.number + self.averages)
         return self._set_leg(rules, record=self.leg.record, flight_recorder=flight_recorder, **options)
 

@@ -121,14 +121,14 @@ def test_rungs_of_the_librarys_operators_are_not_the_users() -> None:
 def test_an_option_decides_for_stock_code(undo: bool | None, is_copied: bool) -> None:
     operator = Plain()
     parts = parts_of(operator, undo)
-    parts.leg.begin_batch(BETWEEN_BATCHES)
+    parts.open(BETWEEN_BATCHES, None)
     operator.sgd.step()
     assert parts.can_be_source == parts.can_undo_now(ValueError(), True) == is_copied
 
 
 def test_without_copies_a_batch_is_not_repeated_after_a_loss_but_after_an_error_before_its_step() -> None:
     parts = parts_of(Plain(), undo=False)
-    parts.leg.begin_batch(BETWEEN_BATCHES)
+    parts.open(BETWEEN_BATCHES, None)
     assert (parts.can_be_source, parts.can_undo_now(ValueError(), True)) == (False, True)
 
 
@@ -137,7 +137,7 @@ def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
 ) -> None:
     monkeypatch.setattr(torch_step, "lacks_memory", lambda *parts: "8 of 10 MiB that are free")
     parts = parts_of(OwnBatch())
-    parts.leg.begin_batch(BETWEEN_BATCHES)
+    parts.open(BETWEEN_BATCHES, None)
     assert not parts.can_be_source
     assert "would need 8 of 10 MiB that are free" in caplog.text
 
@@ -146,7 +146,7 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
     operator = OwnBatch()
     parts = parts_of(operator)
     for waits in (False, True):
-        parts.leg.begin_batch(BETWEEN_BATCHES)
+        parts.open(BETWEEN_BATCHES, None)
         operator.sgd.zero_grad()
         operator.compute()
         parts.leg.note_all_reduce()
@@ -154,7 +154,7 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
             operator.sgd.step()
         parts.note_committed()
         assert [each is not None for each in parts.waiting_parameters()] == [waits] * 2 * waits
-        parts.leg.begin_batch(BETWEEN_BATCHES)
+        parts.open(BETWEEN_BATCHES, None)
         operator.compute()
         assert parts.can_be_source
         parts.undo_step()
@@ -164,16 +164,16 @@ def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:
 def test_gradients_that_wait_and_are_a_ranks_own_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     parts = parts_of(operator)
-    parts.leg.begin_batch(BETWEEN_BATCHES)
+    parts.open(BETWEEN_BATCHES, None)
     operator.compute()
     parts.note_committed()
     assert not parts.can_be_source
-    parts.leg.begin_batch(BETWEEN_BATCHES)
+    parts.open(BETWEEN_BATCHES, None)
     operator.compute()
     parts.leg.note_all_reduce()
     parts.note_committed()
     assert not parts.can_be_source, "those of the batch before are among them"
-    parts.leg.begin_batch(BETWEEN_BATCHES)
+    parts.open(BETWEEN_BATCHES, None)
     operator.sgd.step()
     parts.note_committed()
     assert parts.can_be_source
@@ -186,7 +186,7 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
     operator = OwnBatch()
     parts = parts_of(operator, parallel=Joined(OfTwo()))
     for exchanges in (False, True):
-        parts.leg.begin_batch(BETWEEN_BATCHES)
+        parts.open(BETWEEN_BATCHES, None)
         operator.compute()
         if exchanges:
             parts.leg.note_all_reduce()
@@ -198,7 +198,7 @@ def test_what_was_stepped_without_any_exchange_cannot_be_handed_over() -> None:
 def test_what_waits_after_a_state_was_restored_are_its_gradients() -> None:
     operator = OwnBatch()
     parts = parts_of(operator)
-    parts.leg.begin_batch(BETWEEN_BATCHES)
+    parts.open(BETWEEN_BATCHES, None)
     operator.compute()
     operator.sgd.step()
     parts.note_loaded()

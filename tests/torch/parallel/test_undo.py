@@ -32,6 +32,7 @@ class Steps:
         undo.open_call()
 
     def begin(self) -> None:
+        self.leg.record.note_saved(self.undo.save(self.leg.ledger.inside(UNDO)))
         self.leg.begin_batch(BETWEEN_BATCHES)
 
     def note_step(self, optimizer: Any, *_: Any) -> None:
