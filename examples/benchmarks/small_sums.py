@@ -69,10 +69,9 @@ class WithRows:
         self._loss = torch.tensor(0.5)
 
     def __call__(self, numbers: np.ndarray[Any, Any]) -> None:
-        metrics = {"train_loss": self._loss}
-        tally = self._meters.tally(metrics, 32)
-        self._exchange.exchange({"metrics": (tally.layout, tally.numbers)}, partial(self._group.add_up_with, numbers))
-        self._meters.update(metrics, 32)
+        self._meters.update({"train_loss": self._loss}, 32)
+        layout, values = self._meters.tally()
+        self._exchange.exchange(layout, values, partial(self._group.add_up_with, numbers))
 
 
 WAYS: dict[str, Callable[[np.ndarray[Any, Any]], None]] = {OWN: by_raysgd, "gloo": by_gloo}
