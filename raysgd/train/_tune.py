@@ -260,7 +260,6 @@ class FitTrial:
         trainer._settle_gpus()
         experiment = self._storage / _STORE / (self._info.identity or secrets.token_hex(4))
         folder = new_trial(experiment, type(trainer).__name__)
-        folder.make()
         mailbox = Mailbox(trainer._train, name="raysgd-fit")
         run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune itself retries a failed trial
         begin_from = self._begin_from or trainer.resume_from_checkpoint
@@ -269,6 +268,7 @@ class FitTrial:
         recorder: Any = TrialRecorder(mailbox)
         # `num_ahead=0` makes the function wait at each report, because Tune decides there whether the trial continues.
         trainer._job = self._job = FitJob(folder, recorder, run_config, facts, begin_from, num_ahead=0)
+        folder.make()
         mailbox.start()
         return mailbox
 
@@ -297,9 +297,9 @@ class FitTrial:
         """Stop the trainer's thread, even in the middle of a step, and delete the trial's storage."""
         mailbox, job = self._mailbox, self._job
         self._mailbox = self._job = self._newest = None
-        if mailbox is None or job is None:
+        if job is None:
             return
-        if not mailbox.cancel(timeout_s=0):
+        if mailbox is not None and not mailbox.cancel(timeout_s=0):
             for abort in job.aborts:
                 abort()
             mailbox.cancel(_END_S)

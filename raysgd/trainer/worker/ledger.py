@@ -109,16 +109,13 @@ class Ledger:
         self._at_call = self._shown()
 
     @contextmanager
-    def call(self, first: str = timing.OTHER) -> Iterator[None]:
+    def call(self) -> Iterator[None]:
         """Inside the block, measure the time of a training call.
 
         If the block raises an error, the last step counts as interrupted. After the answer to the call, the caller
         enters the bin `DRIVER`.
-
-        Args:
-            first: Name of the bin to which time is assigned first.
         """
-        self.enter(first)
+        self.enter(timing.OTHER)
         self._own_s = 0.0
         with OnFailure(self._break_off):
             yield
