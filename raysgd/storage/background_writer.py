@@ -1,4 +1,4 @@
-"""Writes checkpoint files in a background thread, so that training does not wait for the disk or the store."""
+"""Writes checkpoint files in background threads, so that training does not wait for the disk or the store."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from raysgd.core.cluster.ray_cluster import RayThread
@@ -24,22 +25,30 @@ class SubmittedWrite:
     """A file that was submitted to a `BackgroundWriter`. Without arguments, a file that is complete already.
 
     Args:
-        changed: Condition of the writer.
-        job: The path of the file, the function that returns the object to write, and the function that writes it.
+        write: Function that writes the file. A new thread calls it.
 
     Attributes:
-        is_done: True when the file is complete or could not be written.
+        failure: Why the file could not be written. None if it could, or if the error was raised.
         seconds: How long it took to produce and write the content of the file. 0 until `is_done` is True.
     """
 
-    def __init__(
-        self,
-        changed: threading.Condition | None = None,
-        job: tuple[str, Callable[[], Any], Write] | None = None,
-    ) -> None:
-        self._changed, self._job = changed or threading.Condition(), job
-        self._failure: BaseException | None = None
-        self.is_done, self.seconds = job is None, 0.0
+    def __init__(self, write: Callable[[SubmittedWrite], None] | None = None) -> None:
+        self.failure: BaseException | None = None
+        self.seconds = 0.0
+        # Not a daemon thread, so a program finishes its files before it exits.
+        self._thread = RayThread(target=write, args=(self,), name="raysgd-checkpoint-writer", daemon=False)
+        if write is not None:
+            self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """True when the file is complete or could not be written."""
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        """Wait until the file is complete or could not be written."""
+        if not self.is_done:
+            self._thread.join()
 
     def wait(self) -> None:
         """Wait until the file is complete.
@@ -47,35 +56,16 @@ class SubmittedWrite:
         Raises:
             BaseException: The file could not be written. No later call raises this error again.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_done)
-            self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
+        self.end()
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
-    def _run(self) -> BaseException | None:
-        """Write the file. Return the error, or None if the file was written."""
-        assert self._job is not None, "each file is written once"
-        # Forget the functions before the end of the write is told, because they may refer to large objects.
-        (path, produce, write), self._job = self._job, None
-        try:
-            write(path, produce())
-        except BaseException as error:  # only log the error here, because a later call raises it
-            logger.error("could not write checkpoint %s: %r", files.shown(path), error)
-            _forget_variables(error)
-            return error
-        logger.info("wrote checkpoint %s", files.shown(path))
-        return None
-
 
 class BackgroundWriter:
-    """Writes checkpoint files in a background thread, one after the other, in the order of `submit`.
+    """Writes checkpoint files in the background, one after the other, in the order of `submit`.
 
-    The thread runs only while files are waiting to be written. It is not a daemon thread, so a program finishes its
-    files before it exits.
+    Each file has a thread, which first waits for the files before it.
 
     If a file cannot be written, this is logged at once, and the next call to `submit`, `write`, `wait` or `close`
     raises the error. After several failures, each of these calls raises one error, the oldest first. A
@@ -85,16 +75,15 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._writes: list[SubmittedWrite] = []  # in the order of `submit`, without those that are written
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._is_closed = False
 
     def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write) -> SubmittedWrite:
-        """Let the background thread write a file, after all files that were submitted before.
+        """Let a thread write a file, after all files that were submitted before.
 
         Args:
             path: Path or URI of the file. A relative path is made absolute immediately.
-            produce: Function that returns the object to write. The background thread calls it.
+            produce: Function that returns the object to write. The thread calls it.
             write: Function that takes the path and this object, and writes the file atomically.
 
         Raises:
@@ -102,16 +91,13 @@ class BackgroundWriter:
             BaseException: An earlier file could not be written. This file was not submitted. To submit it, call
                 `submit` again.
         """
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure(passing=WorkersLostError)
-            if self._thread is None:
-                thread = RayThread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
-                thread.start()  # the thread cannot run before this block ends, because the block holds the lock
-                self._thread = thread
-            submitted = SubmittedWrite(self._changed, (files.absolute(path), produce, write))
-            self._writes.append(submitted)
+            earlier = [each for each in self._writes if not each.is_done or each.failure is not None]
+            submitted = SubmittedWrite(partial(self._run, earlier, files.absolute(path), produce, write))
+            self._writes = [*earlier, submitted]
             return submitted
 
     def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
@@ -126,10 +112,10 @@ class BackgroundWriter:
             BaseException: This file or an earlier file could not be written. If it was an earlier file, this file was
                 not written either.
         """
-        self._drain()
+        _await(self._writes)
         self._raise_failure(passing=WorkersLostError)
         write(os.fspath(path), state)
-        self._make_up()
+        _make_up(self._writes)
 
     def wait(self) -> None:
         """Wait until all submitted files are written.
@@ -137,14 +123,8 @@ class BackgroundWriter:
         Raises:
             BaseException: The original error of a file that could not be written.
         """
-        self._drain()
+        _await(self._writes)
         self._raise_failure()
-
-    def _drain(self) -> None:
-        with self._changed:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
 
     def close(self) -> None:
         """Refuse further calls to `submit`, and wait until all submitted files are written.
@@ -154,7 +134,7 @@ class BackgroundWriter:
         Raises:
             BaseException: The original error of a file that could not be written.
         """
-        with self._changed:
+        with self._lock:
             self._is_closed = True
         self.wait()
 
@@ -164,40 +144,38 @@ class BackgroundWriter:
         Args:
             passing: Errors of this class are not raised.
         """
-        with self._changed:
-            for each in self._writes:
-                if not isinstance(each._failure, passing):
-                    each._raise_failure()
+        for each in self._writes:
+            if each.is_done and not isinstance(each.failure, passing):
+                each.wait()
 
-    def _make_up(self) -> None:
-        """Discard the errors about states that were lost with a worker, because a newer state was written."""
-        with self._changed:
-            for each in self._writes:
-                if isinstance(each._failure, WorkersLostError):
-                    each._failure = None
+    def _run(
+        self, earlier: list[SubmittedWrite], path: str, produce: Callable[[], Any], write: Write, own: SubmittedWrite
+    ) -> None:
+        """Write a file, after the files before it. The thread of the file runs this method."""
+        _await(earlier)
+        began = time.perf_counter()
+        try:
+            write(path, produce())
+        except BaseException as error:  # only log the error here, because a later call raises it
+            logger.error("could not write checkpoint %s: %r", files.shown(path), error)
+            _forget_variables(error)
+            own.failure = error
+        else:
+            logger.info("wrote checkpoint %s", files.shown(path))
+            _make_up(earlier)
+        own.seconds = time.perf_counter() - began
 
-    def _work(self) -> None:
-        """Write the submitted files, one after the other, until none is left.
 
-        The background thread runs this method.
-        """
-        while True:
-            with self._changed:
-                self._writes = [each for each in self._writes if not each.is_done or each._failure is not None]
-                submitted = next((each for each in self._writes if not each.is_done), None)
-                if submitted is None:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-            began = time.perf_counter()
-            failure = submitted._run()
-            if failure is None:
-                self._make_up()
-            with self._changed:
-                submitted._failure, submitted.seconds = failure, time.perf_counter() - began
-                submitted.is_done = True
-                self._changed.notify_all()
-            del failure, submitted
+def _await(writes: list[SubmittedWrite]) -> None:
+    for each in writes:
+        each.end()
+
+
+def _make_up(earlier: list[SubmittedWrite]) -> None:
+    """Discard the errors about states that were lost with a worker, because a newer state was written."""
+    for each in earlier:
+        if isinstance(each.failure, WorkersLostError):
+            each.failure = None
 
 
 def _forget_variables(error: BaseException | None) -> None:
