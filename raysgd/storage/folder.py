@@ -1,4 +1,4 @@
-"""`Folder`: the common interface of folders on disk and in stores. `LocalFolder`: a folder on disk.
+"""`Folder`: a folder on disk. Its subclass `StoreFolder` is a folder in a store, with the same methods.
 
 Committing a folder on disk renames it.
 """
@@ -10,10 +10,7 @@ import errno
 import os
 import secrets
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar
@@ -25,10 +22,11 @@ from raysgd.storage import _transfers
 from raysgd.storage._retrying import telling
 
 _STAGED = ".staged-"
-_telling = partial(telling, advice="Check that the disk is mounted and that you may write there, or use another place.")
+ADVICE = "Check that the disk is mounted and that you may write there, or use another place."
+_telling = partial(telling, advice=ADVICE)
 
 
-class Folder(ABC):
+class Folder:
     """A folder on disk or in a store such as S3. Create it with `open_folder`.
 
     A `Folder` can be pickled, and connects to its store on first use. Names of files and subfolders are relative to the
@@ -47,28 +45,31 @@ class Folder(ABC):
         b'0.5' ['epoch_1']
     """
 
+    def __init__(self, local_path: Path) -> None:
+        self._local_path = local_path
+
     # ------------------------------------------------------------------------------------------------ location
 
     @property
-    @abstractmethod
     def uri(self) -> str:
         """URI that you can pass to `open_folder`. It may contain secret keys, so display `str(folder)` instead.
 
         If the folder was opened with `filesystem=`, the URI only identifies the folder. To open such a folder again,
         pass its `path` and `filesystem`.
         """
+        return self.local_path.as_uri()
 
     @property
-    @abstractmethod
     def path(self) -> str:
         """Path of the folder in the PyArrow file system `filesystem`."""
+        return str(self.local_path)
 
     @property
-    @abstractmethod
     def filesystem(self) -> Any:
         """The `pyarrow.fs.FileSystem` in which the folder is."""
+        return require("pyarrow.fs", "storage", "`Folder.filesystem`").LocalFileSystem()
 
-    is_local: ClassVar[bool]
+    is_local: ClassVar[bool] = True
     """True if the folder is on a disk that is mounted on this machine."""
 
     @property
@@ -77,22 +78,22 @@ class Folder(ABC):
         return False
 
     @property
-    @abstractmethod
     def local_path(self) -> Path:
         """Path of the folder on disk.
 
         Raises:
             ValueError: The folder is in a store.
         """
+        return self._local_path
 
     @property
     def name(self) -> str:
         """Name of the folder: the last component of its path."""
         return PurePosixPath(self.path).name
 
-    @abstractmethod
     def __truediv__(self, name: str) -> Folder:
         """Return the subfolder with this name. The subfolder need not exist."""
+        return Folder(self.local_path / check_name(name))
 
     def without_retries(self) -> Folder:
         """Return an object for this folder that does not retry operations that fail.
@@ -107,35 +108,45 @@ class Folder(ABC):
     def __hash__(self) -> int:
         return hash(self.uri)
 
+    def __str__(self) -> str:
+        return self.path
+
     def __repr__(self) -> str:
         return f"Folder({str(self)!r})"
 
     # ------------------------------------------------------------------------------------------------ folders
 
-    @abstractmethod
     def make(self) -> None:
         """Create the folder and its parents. Writing a file into a folder does this automatically."""
+        with _telling(f"make the folder `{self}`"):
+            self.local_path.mkdir(parents=True, exist_ok=True)
 
-    @abstractmethod
     def exists(self) -> bool:
         """Return True if the folder exists."""
+        return self.local_path.is_dir()
 
-    @abstractmethod
     def names(self) -> list[str]:
         """Return the sorted names of the files and subfolders in this folder.
 
         In a store, this includes subfolders that were not committed (see `committed`). Return an empty list if this
         folder does not exist.
         """
+        with _telling(f"list `{self}`"):
+            return sorted(entry.name for entry in self._entries() if not _is_hidden(entry.name))
 
-    @abstractmethod
     def delete(self) -> None:
         """Delete the folder and its content. If it is a committed folder, first remove it from `committed()`.
 
         Do nothing if the folder does not exist.
         """
+        doomed = self.local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
+        with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
+            os.rename(self.local_path, doomed)
+            if doomed.is_symlink():
+                doomed.unlink()
+            else:
+                shutil.rmtree(doomed)
 
-    @abstractmethod
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
         """Copy the content of a local folder into this folder. Each file is written atomically.
 
@@ -146,20 +157,23 @@ class Folder(ABC):
         Raises:
             FileNotFoundError: `source` does not exist.
         """
+        with _telling(f"copy `{source}` to `{self}`"):
+            _transfers.copy_tree(source, self.local_path, without)
 
-    @abstractmethod
     def download(self, target: Path) -> None:
         """Copy the content of this folder into a local folder, which is created if necessary.
 
         Raises:
             FileNotFoundError: This folder does not exist.
         """
+        with _telling(f"copy `{self}` to `{target}`"):
+            _transfers.copy_tree(self.local_path, target)
 
     # ------------------------------------------------------------------------------------------------ files
 
-    @abstractmethod
     def has(self, name: str) -> bool:
         """Return True if the folder has a file with this name."""
+        return (self.local_path / check_name(name)).is_file()
 
     def read(self, name: str) -> bytes:
         """Return the content of the file with this name as bytes."""
@@ -171,28 +185,41 @@ class Folder(ABC):
         with self.writing(name) as file:
             file.write(data)
 
-    @abstractmethod
     def fetch(self, name: str, target: Path) -> None:
         """Copy the file with this name to the local path `target`. Other processes never see an incomplete copy."""
+        path = self.local_path / check_name(name)
+        with _telling(f"copy `{path}` to `{target}`"):
+            _transfers.copy_file(path, target)
 
-    @abstractmethod
-    def reading(self, name: str) -> AbstractContextManager[IO[bytes]]:
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[IO[bytes]]:
         """Open the file with this name for reading. A file in a store is downloaded first."""
+        path = self.local_path / check_name(name)
+        with _telling(f"read `{path}`"):
+            check_regular(path)
+            with open(path, "rb") as file:
+                yield file
 
-    @abstractmethod
-    def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
         """Open a new file for writing and reading. It appears under its name at the end of the block.
 
         The new file replaces an earlier file with this name. If the block raises an exception, nothing changes.
         """
+        path = self.local_path / check_name(name)
+        with _telling(f"write `{path}`"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(str(path)) as file:
+                yield file
 
-    @abstractmethod
     def remove(self, name: str) -> None:
         """Delete the file with this name if it exists."""
+        path = self.local_path / check_name(name)
+        with _telling(f"delete `{path}`"):
+            path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------------------------------------ commits
 
-    @abstractmethod
     def staged(self, name: str) -> Folder:
         """Return the staging folder for the subfolder `name`. Write files there before you call `commit(name)`.
 
@@ -200,8 +227,8 @@ class Folder(ABC):
         files after you have written them, because `download` checks their checksums. Only files whose names start with
         a dot may be replaced.
         """
+        return self / f"{_STAGED}{check_single(name)}"
 
-    @abstractmethod
     def commit(self, name: str) -> Folder:
         """Atomically turn the staging folder into the subfolder `name`, and return this subfolder.
 
@@ -211,22 +238,41 @@ class Folder(ABC):
             FileNotFoundError: There is no staging folder for this name.
             StorageError: On disk, a subfolder with this name already exists.
         """
+        staged, whole = self.staged(name), self / name
+        with _telling(f"commit `{whole}`"):
+            if whole.exists() and not staged.exists():
+                return whole
+            _transfers.sync_tree(staged.local_path)
+            if whole.local_path.exists():
+                raise FileExistsError(errno.EEXIST, "a folder with this name exists already", whole.path)
+            os.rename(staged.local_path, whole.local_path)
+            flush_to_disk(self.local_path)
+        return whole
 
-    @abstractmethod
     def committed(self) -> list[str]:
         """Return the sorted names of the committed subfolders.
 
         On disk, these are all subfolders except staging folders. In a store, they are the subfolders for which `commit`
         was called. Return an empty list if this folder does not exist.
         """
+        with _telling(f"list `{self}`"):
+            return sorted(entry.name for entry in self._entries() if entry.is_dir() and not _is_hidden(entry.name))
 
-    @abstractmethod
     def discard_staged(self, prefix: str) -> None:
         """Delete staging folders whose names start with `prefix`, such as those that killed processes have left.
 
         In a store, this deletes all subfolders with such names that were not committed. Call this method while no
         process writes there, for example before you resume a run.
         """
+        with _telling(f"delete what was left in `{self}`"):
+            for entry in self._entries():
+                if entry.is_dir(follow_symlinks=False) and entry.name.startswith(f"{_STAGED}{prefix}"):
+                    shutil.rmtree(entry.path)
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.local_path) as entries:
+            return list(entries)
+        return []
 
 
 def check_name(name: str) -> str:
@@ -262,139 +308,6 @@ def check_single(name: str) -> str:
     if "/" in name:
         raise ValueError(f"`name={masked(name)!r}`: need the name of a folder directly in this one, without slashes.")
     return check_name(name)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LocalFolder(Folder):
-    """A folder on a disk of this machine. `Folder` documents the methods.
-
-    Attributes:
-        local_path: Absolute path of the folder.
-    """
-
-    is_local = True
-
-    _local_path: Path
-
-    @property
-    def uri(self) -> str:
-        return self._local_path.as_uri()
-
-    @property
-    def path(self) -> str:
-        return str(self._local_path)
-
-    @property
-    def filesystem(self) -> Any:
-        return require("pyarrow.fs", "storage", "`Folder.filesystem`").LocalFileSystem()
-
-    @property
-    def local_path(self) -> Path:
-        return self._local_path
-
-    def __truediv__(self, name: str) -> LocalFolder:
-        return LocalFolder(self._local_path / check_name(name))
-
-    def __str__(self) -> str:
-        return self.path
-
-    def make(self) -> None:
-        with _telling(f"make the folder `{self}`"):
-            self._local_path.mkdir(parents=True, exist_ok=True)
-
-    def make_unless_taken(self) -> bool:
-        """Create the folder, whose parent must exist. Return False if there is a folder or a file of this name."""
-        with _telling(f"make the folder `{self}`"), contextlib.suppress(FileExistsError):
-            self._local_path.mkdir()
-            return True
-        return False
-
-    def exists(self) -> bool:
-        return self._local_path.is_dir()
-
-    def names(self) -> list[str]:
-        with _telling(f"list `{self}`"):
-            return sorted(entry.name for entry in self._entries() if not _is_hidden(entry.name))
-
-    def delete(self) -> None:
-        """Delete the folder and its content.
-
-        The folder is first renamed, so that no other process sees a folder with only a part of its content.
-        """
-        doomed = self._local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
-        with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
-            os.rename(self._local_path, doomed)
-            if doomed.is_symlink():
-                doomed.unlink()
-            else:
-                shutil.rmtree(doomed)
-
-    def upload(self, source: Path, without: Collection[str] = ()) -> None:
-        with _telling(f"copy `{source}` to `{self}`"):
-            _transfers.copy_tree(source, self._local_path, without)
-
-    def download(self, target: Path) -> None:
-        with _telling(f"copy `{self}` to `{target}`"):
-            _transfers.copy_tree(self._local_path, target)
-
-    def has(self, name: str) -> bool:
-        return (self._local_path / check_name(name)).is_file()
-
-    def fetch(self, name: str, target: Path) -> None:
-        path = self._local_path / check_name(name)
-        with _telling(f"copy `{path}` to `{target}`"):
-            _transfers.copy_file(path, target)
-
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[IO[bytes]]:
-        path = self._local_path / check_name(name)
-        with _telling(f"read `{path}`"):
-            check_regular(path)
-            with open(path, "rb") as file:
-                yield file
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[IO[bytes]]:
-        path = self._local_path / check_name(name)
-        with _telling(f"write `{path}`"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(str(path)) as file:
-                yield file
-
-    def remove(self, name: str) -> None:
-        path = self._local_path / check_name(name)
-        with _telling(f"delete `{path}`"):
-            path.unlink(missing_ok=True)
-
-    def staged(self, name: str) -> LocalFolder:
-        return self / f"{_STAGED}{check_single(name)}"
-
-    def commit(self, name: str) -> LocalFolder:
-        staged, whole = self.staged(name), self / name
-        with _telling(f"commit `{whole}`"):
-            if whole.exists() and not staged.exists():
-                return whole
-            _transfers.sync_tree(staged._local_path)
-            if whole._local_path.exists():
-                raise FileExistsError(errno.EEXIST, "a folder with this name exists already", whole.path)
-            os.rename(staged._local_path, whole._local_path)
-            flush_to_disk(self._local_path)
-        return whole
-
-    def committed(self) -> list[str]:
-        with _telling(f"list `{self}`"):
-            return sorted(entry.name for entry in self._entries() if entry.is_dir() and not _is_hidden(entry.name))
-
-    def discard_staged(self, prefix: str) -> None:
-        with _telling(f"delete what was left in `{self}`"):
-            for entry in self._entries():
-                if entry.is_dir(follow_symlinks=False) and entry.name.startswith(f"{_STAGED}{prefix}"):
-                    shutil.rmtree(entry.path)
-
-    def _entries(self) -> list[os.DirEntry[str]]:
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._local_path) as entries:
-            return list(entries)
-        return []
 
 
 def _is_hidden(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -10,9 +11,9 @@ from typing import Any
 
 from raysgd.core.text.secrets import masked
 from raysgd.storage import _filesystems, _uris
-from raysgd.storage._retrying import limit_s
+from raysgd.storage._retrying import limit_s, telling
 from raysgd.storage._store import StoreFolder
-from raysgd.storage.folder import Folder, LocalFolder
+from raysgd.storage.folder import ADVICE, Folder
 
 
 def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argument: str = "path") -> Folder:
@@ -39,7 +40,7 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
             f"`{argument}={masked(text)!r}`: to chain file systems, pass an fsspec file system as `filesystem=`."
         )
     if _uris.is_local(text):
-        return LocalFolder(_uris.local_path_of(argument, text))
+        return Folder(_uris.local_path_of(argument, text))
     _filesystems.check(argument, text)
     return StoreFolder(text, patience_s=limit_s())
 
@@ -55,13 +56,21 @@ def make_new(parent: Folder, name: str) -> Folder:
     Raises:
         OSError: The folder could not be created. In a store, this is a `StorageError`.
     """
-    if not isinstance(parent, LocalFolder):
+    if not parent.is_local:
         folder = parent / f"{name}_{secrets.token_hex(4)}"
         folder.make()
         return folder
     parent.make()
     folders = (parent / (f"{name}_{number}" if number else name) for number in itertools.count())
-    return next(each for each in folders if each.make_unless_taken())
+    return next(each for each in folders if _is_new(each))
+
+
+def _is_new(folder: Folder) -> bool:
+    """Create a folder on disk. Return False if there is a folder or a file of this name."""
+    with telling(f"make the folder `{folder}`", ADVICE), contextlib.suppress(FileExistsError):
+        folder.local_path.mkdir()
+        return True
+    return False
 
 
 def _in(filesystem: Any, text: str, argument: str) -> Folder:
@@ -80,7 +89,7 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
     if _is_of(filesystem, "pyarrow.fs", "LocalFileSystem") or _is_of(
         filesystem, "fsspec.implementations.local", "LocalFileSystem"
     ):
-        return LocalFolder(_uris.local_path_of(argument, text))
+        return Folder(_uris.local_path_of(argument, text))
     if _is_of(filesystem, "fsspec", "AbstractFileSystem"):
         filesystem = _filesystems.wrapped(filesystem)
     elif not _is_of(filesystem, "pyarrow.fs", "FileSystem"):
