@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -307,65 +308,45 @@ class WorkerFault:
     causes: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "error": _Packed.of(self.error)}
+        return {**self.__dict__, "error": _packed(self.error)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         error = state["error"]
-        self.__dict__.update({**state, "error": error.unpacked() if isinstance(error, _Packed) else error})
+        self.__dict__.update({**state, "error": error() if isinstance(error, partial) else error})
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """An exception, taken apart for pickling: its class, its `args`, its attributes and the values in its slots.
-
-    Unpickling an exception calls its class with `args`. This fails for many classes, because their constructors need
-    other arguments.
-    """
-
-    user_class: type[BaseException]
-    args: tuple[Any, ...]
-    attributes: dict[str, Any]
-    slots: tuple[tuple[type, str, Any], ...]
-
-    @staticmethod
-    def of(error: BaseException | None) -> _Packed | BaseException | None:
-        if error is None or _pickles_in_its_own_way(type(error)):
-            return error
-        # Leave out `AttributeError.obj`, the object that lacks the attribute, because it may be large.
-        slots = tuple(slot for slot in slots_of(error) if slot[1] != "obj")
-        return _Packed(type(error), error.args, dict(error.__dict__), slots)
-
-    def unpacked(self) -> BaseException:
-        return made_from_parts(self.user_class, self.args, self.attributes, self.slots)
-
-    def portable(self, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str]) -> _Packed:
-        """Return a copy in which the string `in_words(value)` replaces each value that `is_portable` rejects."""
-
-        def shown(value: Any) -> Any:
-            return value if is_portable(value) else in_words(value)
-
-        return _Packed(
-            self.user_class,
-            tuple(map(shown, self.args)),
-            {name: shown(value) for name, value in self.attributes.items()},
-            tuple((owner, name, shown(value)) for owner, name, value in self.slots if name != "args"),
-        )
-
-
-def portable_copy(
-    error: BaseException, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str] = repr
-) -> BaseException:
+def portable_copy(error: BaseException, shown: Callable[[Any], Any]) -> BaseException:
     """Copy an exception, replacing values that cannot be sent to another process, such as locks, with strings.
 
     An exception whose class defines `__reduce__` or `__reduce_ex__` is returned as it is.
 
     Args:
         error: The exception.
-        is_portable: Function that returns True for a value that can be sent to another process.
-        in_words: Function that returns the string to put in place of a value.
+        shown: Function that returns a value that can be sent to another process, or a string to put in its place.
     """
-    packed = _Packed.of(error)
-    return packed.portable(is_portable, in_words).unpacked() if isinstance(packed, _Packed) else error
+    packed = _packed(error)
+    if not isinstance(packed, partial):
+        return error
+    user_class, args, attributes, slots = packed.args
+    return made_from_parts(
+        user_class,
+        tuple(map(shown, args)),
+        {name: shown(value) for name, value in attributes.items()},
+        tuple((owner, name, shown(value)) for owner, name, value in slots if name != "args"),
+    )
+
+
+def _packed(error: BaseException | None) -> partial[BaseException] | BaseException | None:
+    """Return a function that makes the exception again, which can be pickled even where the exception cannot.
+
+    Unpickling an exception calls its class with `args`. This fails for many classes, because their constructors need
+    other arguments. An exception of a class that defines its own pickling is returned as it is.
+    """
+    if error is None or _pickles_in_its_own_way(type(error)):
+        return error
+    # Leave out `AttributeError.obj`, the object that lacks the attribute, because it may be large.
+    slots = tuple(slot for slot in slots_of(error) if slot[1] != "obj")
+    return partial(made_from_parts, type(error), error.args, dict(error.__dict__), slots)
 
 
 def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:

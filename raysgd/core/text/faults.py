@@ -210,7 +210,7 @@ def _picklable(error: BaseException) -> BaseException | None:
     if _is_plain(error) or _survives(error):
         return error
     try:
-        rest = portable_copy(error, _travels, _shown)
+        rest = portable_copy(error, _portable)
     except Exception:  # the attributes of a user's exception may raise anything
         return None
     return rest if _survives(rest) else None
@@ -230,10 +230,6 @@ def _survives(error: BaseException) -> bool:
     return packed is not None and type(pickle.loads(packed).error).__name__ == type(error).__name__
 
 
-def _travels(value: Any) -> bool:
-    return _packed(value) is not None
-
-
 def _packed(value: Any) -> bytes | None:
     """Return the value in pickled form. Return None if it is too large or cannot be pickled and unpickled."""
     import cloudpickle
@@ -248,5 +244,7 @@ def _packed(value: Any) -> bytes | None:
     return None
 
 
-def _shown(value: Any) -> str:
+def _portable(value: Any) -> Any:
+    if _packed(value) is not None:
+        return value
     return shortened(value if isinstance(value, str) else repr(value))
