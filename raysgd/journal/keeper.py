@@ -49,7 +49,7 @@ class StepBook:
         self._began: dict[Attempt, tuple[int, int]] = {}
         # For each attempt, by the name of each worker's recorder: the reports about steps that some workers have not
         # reported yet.
-        self._open: dict[Attempt, dict[str, StepBlock]] = {}
+        self._open: dict[Attempt, dict[str, Column]] = {}
         self._changed: set[Attempt] = set()
         self._left_out: set[tuple[Attempt, int, int]] = set()  # attempt, step and optimizer of each report
         self.last_step = 0
@@ -70,8 +70,8 @@ class StepBook:
         self._began = {attempt: begin for attempt, begin in self._began.items() if begin[0] <= after}
         # Workers that survived a failure may still send reports of the previous attempt, but none of older attempts.
         self._open = {
-            attempt: {name: each.where(each.steps <= after) for name, each in blocks.items()}
-            for attempt, blocks in self._open.items()
+            attempt: {name: each[each["step"] <= after] for name, each in parts.items()}
+            for attempt, parts in self._open.items()
             if attempt >= before
         }
         self.last_step = after
@@ -84,13 +84,13 @@ class StepBook:
             name: Name of the recorder, the object in the worker that made the report.
             block: The report.
         """
-        block = block.where(block.steps <= self._last_of(block.attempt))
-        if not len(block.steps):
+        parts = block.parts[block.parts["step"] <= self._last_of(block.attempt)]
+        if not len(parts):
             return
-        blocks = self._open.setdefault(block.attempt, {})
-        blocks[name] = blocks[name].and_then(block) if name in blocks else block
+        known = self._open.setdefault(block.attempt, {})
+        known[name] = np.concatenate([known.get(name, parts[:0]), parts])
         self._changed.add(block.attempt)
-        self.last_step = max(self.last_step, int(block.steps[-1]))
+        self.last_step = max(self.last_step, int(parts["step"][-1]))
 
     def _last_of(self, attempt: Attempt) -> float:
         """Return the last step of an attempt that no later attempt repeats. Return 0 if the attempt is unknown."""
@@ -112,28 +112,28 @@ class StepBook:
         A record may lack the reports of some workers. Once these reports arrive, the record is yielded again.
         """
         for attempt in sorted(self._changed):
-            blocks = self._open[attempt]
-            numbers, records, counts = _merged([*blocks.values()])
+            parts = self._open[attempt]
+            numbers, records, counts = _merged([*parts.values()])
             still_open = numbers[counts < self._began[attempt][1]]
-            rest = {name: each.where(np.isin(each.steps, still_open)) for name, each in blocks.items()}
-            self._open[attempt] = {name: each for name, each in rest.items() if len(each.steps)}
+            rest = {name: each[np.isin(each["step"], still_open)] for name, each in parts.items()}
+            self._open[attempt] = {name: each for name, each in rest.items() if len(each)}
             yield numbers, records
         self._changed.clear()
 
 
-def _merged(blocks: Sequence[StepBlock]) -> tuple[Column, Steps, Column]:
+def _merged(parts: Sequence[Column]) -> tuple[Column, Steps, Column]:
     """Merge the reports of several workers.
 
     Returns:
         The numbers of the steps, their records, and the number of workers that reported each step.
     """
-    numbers = np.unique(np.concatenate([each.steps for each in blocks]))
-    totals, weights = np.zeros((2, len(blocks), len(numbers)))
+    numbers = np.unique(np.concatenate([each["step"] for each in parts]))
+    totals, weights = np.zeros((2, len(parts), len(numbers)))
     norms, counts = np.full(len(numbers), NO_NORM), np.zeros(len(numbers), dtype=int)
-    for row, each in enumerate(blocks):
-        at = np.searchsorted(numbers, each.steps)
-        totals[row, at], weights[row, at] = each.totals, each.weights
-        norms[at] = np.where(norms[at] == NO_NORM, each.norms, norms[at])
+    for row, each in enumerate(parts):
+        at = np.searchsorted(numbers, each["step"])
+        totals[row, at], weights[row, at] = each["total"], each["weight"]
+        norms[at] = np.where(norms[at] == NO_NORM, each["norm"], norms[at])
         counts[at] += 1
     weight, records = _sums(weights), np.empty(len(numbers), STEPS)
     records["loss"] = np.divide(_sums(totals), weight, out=np.full(len(numbers), math.nan), where=weight > 0)

@@ -10,7 +10,6 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,6 +28,11 @@ Attempt = tuple[int, int]
 Later attempts compare as greater. All ranks have the same numbers.
 """
 Column: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+PARTS = np.dtype([("step", "i8"), ("total", "f8"), ("weight", "f8"), ("norm", "f8")])
+"""What a worker adds to a step: the number of the step, the weighted sum of the losses of the worker's batches, the sum
+of the weights, and the norm of the gradients, which are averaged over all workers. With several optimizers, the largest
+of their norms. `NO_NORM` if no norm was recorded.
+"""
 
 
 class LineReport(NamedTuple):
@@ -46,40 +50,16 @@ class LineReport(NamedTuple):
     entry: Mapping[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class StepBlock:
-    """Report of one worker about several steps of one attempt, as columns with one entry per step.
+class StepBlock(NamedTuple):
+    """Report of one worker about several steps of one attempt.
 
     Attributes:
         attempt: The attempt at a training call in which the steps were taken.
-        steps: Numbers of the steps, in ascending order.
-        totals: For each step, the weighted sum of the losses of this worker's batches.
-        weights: For each step, the sum of the weights.
-        norms: For each step, the norm of the gradients, which are averaged over all workers. With several optimizers,
-            the largest of their norms. `NO_NORM` if no norm was recorded.
+        parts: What this worker adds to each step, an array of `PARTS` in ascending order of the steps.
     """
 
     attempt: Attempt
-    steps: Column
-    totals: Column
-    weights: Column
-    norms: Column
-
-    def where(self, chosen: Column) -> StepBlock:
-        """Return a report about only some of the steps in this report.
-
-        Args:
-            chosen: For each step, True to include the step.
-        """
-        return StepBlock(self.attempt, *(each[chosen] for each in self._columns))
-
-    def and_then(self, later: StepBlock) -> StepBlock:
-        """Return one report about the steps in this report and in a later report of the same worker."""
-        return StepBlock(self.attempt, *map(np.concatenate, zip(self._columns, later._columns, strict=True)))
-
-    @property
-    def _columns(self) -> tuple[Column, ...]:
-        return self.steps, self.totals, self.weights, self.norms
+    parts: Column
 
 
 class _Waiting(NamedTuple):
@@ -252,15 +232,15 @@ def _as_block(waiting: Sequence[_Waiting], to_floats: ToFloats) -> StepBlock:
     weights = np.where(weights > 0, weights, 0.0)
     with np.errstate(over="ignore"):
         totals = np.multiply(losses, weights, out=np.zeros(len(losses)), where=weights > 0)
-    norms = np.full(len(waiting), NO_NORM)
-    if any(each.norms for each in waiting):
-        of_steps = iter(_read([norm for each in waiting for norm in each.norms], to_floats).tolist())
-        norms[:] = [_largest([next(of_steps) for _ in each.norms]) for each in waiting]
     if (counts != 1).any():
         ends = counts.cumsum()
         split = (np.split(each, ends[:-1]) for each in (totals, weights))
         totals, weights = (np.array([exact_sum(part.tolist()) for part in parts]) for parts in split)
-    return StepBlock(waiting[0].attempt, np.array([each.step for each in waiting]), totals, weights, norms)
+    parts = np.empty(len(waiting), PARTS)
+    parts["step"], parts["total"], parts["weight"] = [each.step for each in waiting], totals, weights
+    of_steps = iter(_read([norm for each in waiting for norm in each.norms], to_floats).tolist())
+    parts["norm"] = [_largest([next(of_steps) for _ in each.norms]) for each in waiting]
+    return StepBlock(waiting[0].attempt, parts)
 
 
 def _read(values: Sequence[Any], to_floats: ToFloats) -> Column:

@@ -13,7 +13,7 @@ import pytest
 from raysgd.journal.entries import LEG
 from raysgd.journal.journal import FOLDER, LINES_FILE, Journal
 from raysgd.journal.keeper import JournalKeeper
-from raysgd.journal.recorder import LineReport, News, StepBlock
+from raysgd.journal.recorder import PARTS, LineReport, News, StepBlock
 from raysgd.journal.steps import NO_NORM
 from tests.journal.made import HEADER, leg_line
 
@@ -46,8 +46,7 @@ class Group:
         def result(timeout_s: float) -> Any:
             if rank == self.size - 1:
                 leg = LineReport(LEG, (1, 1), leg_line(0, num_workers=self.size))
-                one, two = np.ones(2), np.full(2, 2.0)
-                steps = StepBlock((1, 1), np.array([1, 2]), two, one, one * NO_NORM)
+                steps = StepBlock((1, 1), np.array([(1, 2.0, 1.0, NO_NORM), (2, 2.0, 1.0, NO_NORM)], PARTS))
                 return News("last", 3, [leg, steps], self.lost)
             self.clock.now += timeout_s
             raise TimeoutError

@@ -43,7 +43,8 @@ def rows(block: Any) -> list[tuple[Any, ...]]:
     """Return step, total, weight and norm of each step of a report."""
     assert isinstance(block, StepBlock)
     assert block.attempt == ATTEMPT
-    return list(zip(*(each.tolist() for each in (block.steps, block.totals, block.weights, block.norms)), strict=True))
+    rows: list[tuple[Any, ...]] = block.parts.tolist()
+    return rows
 
 
 def recorded(recorder: StepRecorder, after: int = 0) -> list[tuple[Any, ...]]:
@@ -100,7 +101,7 @@ def test_a_step_that_broke_off_is_forgotten(recorder: StepRecorder, operator: An
     last, (block,) = recorder.reports(2, read_tensors)
     assert last == 3
     assert isinstance(block, StepBlock)
-    assert (block.attempt, block.steps.tolist(), block.totals.tolist()) == ((3, 2), [1], [1.0])
+    assert (block.attempt, block.parts[["step", "total"]].tolist()) == ((3, 2), [(1, 1.0)])
 
 
 def test_steps_of_two_attempts_are_two_reports(recorder: StepRecorder, operator: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.journal.entries import LEFT_OUT, LEG
 from raysgd.journal.keeper import StepBook
-from raysgd.journal.recorder import LineReport, StepBlock
+from raysgd.journal.recorder import PARTS, LineReport, StepBlock
 from raysgd.journal.steps import NO_NORM
 
 
@@ -19,8 +19,9 @@ def leg(attempt: tuple[int, int], after: int, num_workers: int = 2) -> LineRepor
 
 
 def part(attempt: tuple[int, int], steps: range, *totals: float, weight: float = 4, norm: float = NO_NORM) -> StepBlock:
-    same = np.full(len(steps), 1.0)
-    return StepBlock(attempt, np.array(steps), np.array(totals), same * weight, same * norm)
+    return StepBlock(
+        attempt, np.array([(step, total, weight, norm) for step, total in zip(steps, totals, strict=True)], PARTS)
+    )
 
 
 def taken(book: StepBook) -> list[tuple[Any, ...]]:
