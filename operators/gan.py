@@ -11,12 +11,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.operators import options
-from raysgd.operators.loaders import make_loaders, seeded
-from raysgd.torch import TrainingOperator
+from raysgd.operators.loaders import ReadyMadeOperator
 from raysgd.utils import NUM_SAMPLES
 
 
-class GANOperator(TrainingOperator):
+class GANOperator(ReadyMadeOperator):
     """Trains a generative adversarial network. You provide both networks and the data.
 
     Override `build_discriminator`, `build_generator` and `build_data`. The generator maps noise of shape
@@ -76,14 +75,6 @@ class GANOperator(TrainingOperator):
         """Create the generator. It must map noise to samples. Override this."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_generator` to return the generator.")
 
-    def build_data(self, config: dict[str, Any]) -> Any:
-        """Create the data. Override this.
-
-        Returns:
-            `(train, validation)`. Each is a dataset, a loader, a stream, or None. Datasets are wrapped in a loader.
-        """
-        raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
-
     def build_optimizers(
         self, discriminator: torch.nn.Module, generator: torch.nn.Module, config: dict[str, Any]
     ) -> Sequence[torch.optim.Optimizer]:
@@ -129,22 +120,8 @@ class GANOperator(TrainingOperator):
         samples: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
         return samples.to(self.device, non_blocking=True)
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build and register networks, optimizers and data. If you override this, call `super().setup(config)`.
-
-        Raises:
-            ValueError: A config value is invalid.
-            NotImplementedError: A required `build_...` method is not overridden.
-            TypeError: A `build_...` method returned an object of the wrong type.
-        """
-        seed, batch_size = options.seed(config), options.batch_size(config)
-        self.noise_dim = options.count(config, "noise_dim", default=64)
-        with seeded(seed, self.world_rank):
-            self._register_parts(config)
-            train, validation = make_loaders(self.build_data(config), batch_size)
-            self.register_data(train_loader=train, validation_loader=validation)
-
     def _register_parts(self, config: dict[str, Any]) -> None:
+        self.noise_dim = options.count(config, "noise_dim", default=64)
         discriminator, generator = self.build_discriminator(config), self.build_generator(config)
         optimizers = tuple(self.build_optimizers(discriminator, generator, config))
         if len(optimizers) != 2:

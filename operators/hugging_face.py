@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import default_collate
 
 from raysgd.operators import options
+from raysgd.operators.loaders import Collator
 from raysgd.operators.packing import IGNORED
 from raysgd.operators.supervised import SupervisedOperator
 from raysgd.torch import TrainingOperator
@@ -142,8 +143,10 @@ class HuggingFaceOperator(SupervisedOperator):
         """Return None, because the model computes the loss. Override `forward` to use another loss."""
         return None
 
-    def _collator(self, own: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
-        return partial(_collated, own or default_collate)
+    def _collators(self, config: dict[str, Any]) -> tuple[Collator | None, Collator | None]:
+        own = self.build_collator(config)
+        collated = partial(_collated, own or default_collate)
+        return collated, None if own is None else collated
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         """Create the learning-rate schedule named by `config["scheduler"]`. Return None if the key is missing.

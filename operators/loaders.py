@@ -1,16 +1,17 @@
-"""Functions that create data loaders and seed PyTorch. All ready-made operators call them in `setup`."""
+"""The common base class of the ready-made operators, whose `setup` seeds PyTorch and creates data loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from raysgd.operators import options
 from raysgd.streams.stream import Pipeline, Stream
+from raysgd.torch import TrainingOperator
 
 _ALLOWED = (
     "return `(train, validation)`, each a dataset, a `DataLoader` or a stream, with None for `validation` if there is "
@@ -87,15 +88,41 @@ def _is_indexed(value: Any) -> bool:
     return hasattr(value, "__getitem__") and hasattr(value, "__len__")
 
 
-@contextmanager
-def seeded(seed: int | None, rank: int) -> Iterator[None]:
-    """Seed PyTorch before and after the block that sets up an operator. With `seed=None`, do nothing.
+class ReadyMadeOperator(TrainingOperator):
+    """Base class of the ready-made operators. Subclass a concrete operator, such as `ClassificationOperator`."""
 
-    Before the block, all ranks get the same seed, because they must agree on the order of the training data. After the
-    block, each rank gets a different seed, so that dropout and noise differ between ranks during training.
-    """
-    if seed is not None:
-        torch.manual_seed(seed)
-    yield
-    if seed is not None:
-        torch.manual_seed(seed + 1 + rank)
+    def build_data(self, config: dict[str, Any]) -> Any:
+        """Create the data. Override this.
+
+        Returns:
+            `(train, validation)`. Each is a dataset, a loader, a stream, or None. Datasets are wrapped in a loader.
+        """
+        raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build and register models, optimizers and data. If you override this, call `super().setup(config)`.
+
+        With a seed, all ranks first get the same seed, because they must agree on the order of the training data. After
+        that, each rank gets a different seed, so that dropout and noise differ between ranks during training.
+
+        Raises:
+            ValueError: A config value is invalid.
+            NotImplementedError: A required `build_...` method is not overridden.
+            TypeError: A `build_...` method returned an object of the wrong type.
+        """
+        seed, batch_size = options.seed(config), options.batch_size(config)
+        if seed is not None:
+            torch.manual_seed(seed)
+        self._register_parts(config)
+        train, validation = make_loaders(self.build_data(config), batch_size, *self._collators(config))
+        self.register_data(train_loader=train, validation_loader=validation)
+        if seed is not None:
+            torch.manual_seed(seed + 1 + self.world_rank)
+
+    def _register_parts(self, config: dict[str, Any]) -> None:
+        """Build and register everything but the data."""
+        raise NotImplementedError
+
+    def _collators(self, config: dict[str, Any]) -> tuple[Collator | None, Collator | None]:
+        """Return the functions that collate samples of datasets and rows of streams, as for `make_loaders`."""
+        return None, None

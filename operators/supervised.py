@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from raysgd.operators import options
-from raysgd.operators.loaders import make_loaders, seeded
-from raysgd.torch import TrainingOperator
+from raysgd.operators.loaders import Collator, ReadyMadeOperator
 from raysgd.torch.building_blocks import call_model, counts_labels, prediction, require
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-class SupervisedOperator(TrainingOperator):
+class SupervisedOperator(ReadyMadeOperator):
     """Trains one model with one loss. Subclass a concrete operator, such as `ClassificationOperator`, not this class.
 
     `setup` calls the `build_...` methods below. Subclasses must override `build_model`, `build_data` and
@@ -49,14 +48,6 @@ class SupervisedOperator(TrainingOperator):
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         """Create the model. Override this."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_model` to return the model.")
-
-    def build_data(self, config: dict[str, Any]) -> Any:
-        """Create the data. Override this.
-
-        Returns:
-            `(train, validation)`. Each is a dataset, a loader, a stream, or None. Datasets are wrapped in a loader.
-        """
-        raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
         """Return a function that collates samples into a batch, or None for PyTorch's `default_collate`.
@@ -88,28 +79,9 @@ class SupervisedOperator(TrainingOperator):
         """
         return None
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build and register model, optimizer and data. If you override this, call `super().setup(config)`.
-
-        Raises:
-            ValueError: A config value is invalid.
-            TypeError: A `build_...` method returned an object of the wrong type.
-        """
-        seed, batch_size = options.seed(config), options.batch_size(config)
-        with seeded(seed, self.world_rank):
-            self._register_parts(config)
-            data, collator = self.build_data(config), self.build_collator(config)
-            of_streams = None if collator is None else self._collator(collator)
-            loaders = make_loaders(data, batch_size, self._collator(collator), of_streams)
-            self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
-
-    def _collator(self, own: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
-        """Return the `collate_fn` for the loaders that `setup` creates.
-
-        Args:
-            own: What `build_collator` returned.
-        """
-        return own
+    def _collators(self, config: dict[str, Any]) -> tuple[Collator | None, Collator | None]:
+        own = self.build_collator(config)
+        return own, own
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
         """Modify the model before its optimizer is created."""

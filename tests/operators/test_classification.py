@@ -138,7 +138,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", ["build_model", "build_data"])
     def test_a_part_that_is_not_there(self, name: str) -> None:
-        without = type("Without", (Bands,), {name: vars(SupervisedOperator)[name]})
+        without = type("Without", (Bands,), {name: getattr(SupervisedOperator, name)})
         with pytest.raises(NotImplementedError, match=f"Override `Without.{name}` to return"):
             local_trainer(without, {})
 
