@@ -130,6 +130,13 @@ class Program:
                 "name code: pass what the run had with `--options file.json`, or with "
                 f"`options={{'{missing[0]}': ...}}` in Python."
             )
+        config = {**leg.run.config, **self._config}
+        objects = [name for name in leg.run.config_left_out if name not in config]
+        if objects:
+            raise ValueError(
+                f"the journal does not hold the entries {', '.join(map(repr, objects))} of the config, which are "
+                "objects or secrets: pass them with `--config file.json`, or with `config={...}` in Python."
+            )
         return {
             **{name: getattr(options, name) for name in TRAINER_ARGUMENTS},
             **self._options,
@@ -137,26 +144,8 @@ class Program:
             "micro_batch_size": batch_options.micro_batch_size,
             "deterministic": batch_options.deterministic,
             "use_gpu": "auto" if options.use_gpu else False,
-            "config": self.config_of(leg),
+            "config": config,
         }
-
-    def config_of(self, leg: Leg) -> dict[str, Any]:
-        """Return the config of the run: the entries in the journal, and the entries that the user passed.
-
-        An entry that the user passed replaces the entry in the journal.
-
-        Raises:
-            ValueError: An entry of the config is missing in the journal, because it is an object or a secret, and the
-                user did not pass it.
-        """
-        config = {**leg.run.config, **self._config}
-        missing = [name for name in leg.run.config_left_out if name not in config]
-        if missing:
-            raise ValueError(
-                f"the journal does not hold the entries {', '.join(map(repr, missing))} of the config, which are "
-                "objects or secrets: pass them with `--config file.json`, or with `config={...}` in Python."
-            )
-        return config
 
 
 def batch_options_for(leg: Leg) -> BatchOptions:

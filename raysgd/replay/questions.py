@@ -8,9 +8,8 @@ with the weights of an earlier checkpoint.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from raysgd.journal.journal import Journal, StepRecord
 from raysgd.journal.jumps import Jump
 from raysgd.replay.program import Program, nearest_checkpoint
 from raysgd.streams.global_reader import GlobalReader
-from raysgd.streams.lanes import LanePosition, LaneSlice, StreamPosition
+from raysgd.streams.lanes import LaneSlice, StreamPosition
 from raysgd.streams.loaders import BatchMaker
 from raysgd.streams.source import StreamData
 from raysgd.torch.data.batches import TensorCollate
@@ -278,18 +277,17 @@ class StreamRow(NamedTuple):
         return f"{self.shard}:{self.row}"
 
 
-@dataclass(frozen=True)
-class StepSamples:
+class StepSamples(NamedTuple):
     """The samples that each rank trained on in one step.
 
     Attributes:
         by_rank: The samples of each rank, in the order of training: indices in the dataset, or a `StreamRow` for each
             row of a stream.
-        rows: For a stream, the contents of each rank's rows. Empty for a dataset.
+        rows: For each of them, what `batch_of` needs: the index in the dataset, or the content of the row.
     """
 
     by_rank: tuple[tuple[Any, ...], ...]
-    rows: tuple[tuple[Any, ...], ...] = ()
+    rows: tuple[tuple[Any, ...], ...]
 
 
 def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
@@ -387,7 +385,7 @@ def _of_loader(leg: Leg, layout: LoaderLayout, batches: range, order: SampleOrde
             for share in shares:
                 of_rank.extend(indices[start + share.start : start + share.stop] if share.plan.num_samples else ())
         by_rank.append(tuple(of_rank))
-    return StepSamples(tuple(by_rank))
+    return StepSamples(tuple(by_rank), tuple(by_rank))
 
 
 class _NamedRows(BatchMaker):
@@ -400,17 +398,14 @@ class _NamedRows(BatchMaker):
 
 def _of_stream(leg: Leg, layout: StreamLayout, batches: range, data: StreamData) -> StepSamples:
     place = {"consumed": leg.consumed, "stream": layout.stream, "turn": layout.turn, "lanes": layout.lanes}
-    data.check_position({"is_mid_pass": True, **place})
+    num_skipped, begin = batches.start, data.position(place)
     of_pass, num_workers = data.open_pass(leg.pass_index, layout.seed), leg.num_workers
-    lanes = None if layout.lanes is None else tuple(LanePosition(*lane) for lane in layout.lanes)
-    num_skipped, begin = batches.start, StreamPosition(leg.consumed, layout.turn, lanes)
     if of_pass.is_known:  # the lengths of all shards are known, so the number of rows is enough to find the position
         begin, num_skipped = StreamPosition(leg.consumed + batches.start * data.batch_size), 0
     by_rank: list[list[Any]] = [[] for _ in range(num_workers)]
     # One reader of all lanes yields whole global batches. Their rows do not depend on the number of workers.
-    watched, shares = range(of_pass.num_lanes), data.divide(data.batch_size, num_workers)
-    maker = _NamedRows(of_pass, watched, list)
-    batches_of_all = GlobalReader(of_pass, Division(data.batch_size, 1), 0, begin, watched, maker)
+    shares, maker = data.divide(data.batch_size, num_workers), _NamedRows(of_pass, range(of_pass.num_lanes), list)
+    batches_of_all = GlobalReader(of_pass, Division(data.batch_size, 1), 0, begin, maker)
     for number, rows in enumerate(batch.batch for batch in batches_of_all):
         if number >= num_skipped:
             for rank, own in enumerate(by_rank):
@@ -447,55 +442,33 @@ def recomputed(
             single sample cannot be computed.
     """
     leg, (_, checkpoint) = journal.leg_of(step), nearest_checkpoint(journal, step, checkpoints)
-    with program.trainer(journal, leg) as trainer:
+    with program.trainer(journal, leg) as trainer, torch.no_grad():
         data = data_of(trainer)
         samples = samples_of(journal, step, data)
         if checkpoint is not None:
             trainer.load(checkpoint, parts=["models"])
         operator: TrainingOperator = trainer.get_local_operator()
+        for model in operator._raysgd.registered.models:
+            model.eval()  # in training mode, layers such as batch normalization cannot process a single sample
         losses = [
-            SampleLoss(sample, rank, loss)
-            for rank, batches in enumerate(one_by_one(data, samples))
-            for sample, loss in _losses(operator, batches)
+            SampleLoss(sample, rank, float(operator._raysgd.evaluate(batch_of(data, [row]))[3]["val_loss"]))
+            for rank, of_rank in enumerate(zip(*samples, strict=True))
+            for sample, row in zip(*of_rank, strict=True)
         ]
     losses.sort(key=lambda each: (each.loss == each.loss, -each.loss))  # NaN comes first
     return losses, samples, checkpoint
 
 
-def one_by_one(data: Any, samples: StepSamples) -> Iterator[list[tuple[Any, Callable[[], Any]]]]:
-    """Yield for each rank a list of its samples, each with a function that makes a batch of only this sample."""
-    for rank, own in enumerate(samples.by_rank):
-        if isinstance(data, ShardedLoader):
-            yield [(sample, partial(batch_of, data, [sample])) for sample in own]
-        else:
-            rows = samples.rows[rank]
-            yield [(sample, partial(_collated, data, [row])) for sample, row in zip(own, rows, strict=True)]
+def batch_of(data: Any, rows: list[Any]) -> Any:
+    """Return a batch of some samples of a step.
 
-
-def batch_of(data: ShardedLoader, indices: list[Any]) -> Any:
-    """Return a batch of the samples with these indices in the dataset, as the data loader would make it."""
-    dataset, collate = data.loader.dataset, data.loader.collate_fn
-    whole = getattr(dataset, "__getitems__", None)
-    return collate(whole(indices) if whole else [dataset[index] for index in indices])
-
-
-def whole_batch(data: Any, samples: StepSamples) -> Any:
-    """Return one batch with the samples of all ranks in a step."""
+    Args:
+        data: The training data of the program.
+        rows: Indices in the dataset, of which the data loader makes a batch, or rows of a stream.
+    """
     if isinstance(data, ShardedLoader):
-        return batch_of(data, [sample for own in samples.by_rank for sample in own])
-    return _collated(data, [row for own in samples.rows for row in own])
-
-
-def _collated(data: StreamData, rows: list[Any]) -> Any:
+        dataset, collate = data.loader.dataset, data.loader.collate_fn
+        whole = getattr(dataset, "__getitems__", None)
+        return collate(whole(rows) if whole else [dataset[index] for index in rows])
     own = data.loader.collate
     return TensorCollate()(rows) if own is None else own(rows)
-
-
-def _losses(operator: TrainingOperator, samples: list[tuple[Any, Callable[[], Any]]]) -> Iterator[tuple[Any, float]]:
-    internals = operator._raysgd
-    for model in internals.registered.models:
-        model.eval()  # in training mode, layers such as batch normalization cannot process a single sample
-    with torch.no_grad():
-        for sample, make in samples:
-            loss = internals.evaluate(make())[3]["val_loss"]
-            yield sample, float(loss)

@@ -22,7 +22,7 @@ from raysgd.journal.entries import Leg
 from raysgd.journal.journal import Journal, StepRecord
 from raysgd.replay.comparing import Comparison, compare, options_of, records_of, rounding_of, sizes_of
 from raysgd.replay.program import Program, batch_options_for, nearest_checkpoint
-from raysgd.replay.questions import data_of, journal_of, samples_of, whole_batch
+from raysgd.replay.questions import batch_of, data_of, journal_of, samples_of
 from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer
 
@@ -244,8 +244,8 @@ def replay(
                 callbacks.append(Repeated(journal.left_out))
             with chosen.trainer(journal, part[0]) as trainer:
                 if debug and is_last:
-                    samples = samples_of(journal, step, data_of(trainer))
-                    load = lambda: whole_batch(data_of(trainer), samples)  # noqa: B023, E731
+                    rows = [row for own in samples_of(journal, step, data_of(trainer)).rows for row in own]
+                    load = lambda: batch_of(data_of(trainer), rows)  # noqa: B023, E731
                     callbacks.append(_Debugging(journal.begin_of(step), step, load))
                 _train(trainer, part[-1], until, file, temporary, callbacks)
             file = begin_of_next

@@ -197,7 +197,6 @@ class GlobalReader:
         shares: Splits global batches among workers.
         rank: Rank of the worker.
         begin: Position in the pass at which to start.
-        watched: The lanes in which the worker looks ahead, to find out where they end.
         loading: Makes the batches of the worker.
         start_sum: Function that starts to sum numbers over all ranks. Only used if the lengths of lanes are unknown.
         pad: Whether a worker without rows in a batch gets padding. Training requires this.
@@ -209,14 +208,13 @@ class GlobalReader:
         shares: Shares,
         rank: int,
         begin: StreamPosition,
-        watched: range,
         loading: BatchLoader,
         start_sum: StartSum = alone,
         pad: bool = True,
     ) -> None:
         self._stream, self._shares, self._rank, self._pad = of_pass.stream, shares, rank, pad
         self._loading = loading
-        self._ends = LaneEnds(of_pass, begin, watched, start_sum)
+        self._ends = LaneEnds(of_pass, begin, loading.watched, start_sum)
         self._is_over = False
         self._has_rows, self._last_batch = False, None
         self._ordered: deque[_GlobalBatch] = deque()

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
-from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, total, warn_of_row
+from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, Stream, total, warn_of_row
 
 logger = logging.getLogger(__name__)
 
@@ -432,15 +432,7 @@ class OpenShards:
         # because the lanes take turns and each reads many rows at a time.
         start = max(0, (at // part.step - self._block) * part.step)
         num_kept = 2 * self._block + _NUM_KEPT
-        reading = _Reading(part.step, start, readers, num_kept)
-
-        def open_shard(name: str, number: int) -> Iterator[Any]:
-            if self._skips:  # read all rows (not `open_some`), so that all workers find the same rows unreadable
-                return self._stream.open(name, number)
-            return self._stream.open_some(name, number, reading.is_needed)
-
-        reading.source = numbered_rows(open_shard, self._shards[part.shard], start, self._skips)
-        return reading
+        return _Reading(self._stream, self._shards[part.shard], start, self._skips, part.step, readers, num_kept)
 
 
 class _Reading:
@@ -449,25 +441,25 @@ class _Reading:
     Rows are kept in a buffer until their lanes need them.
 
     Args:
-        step: Number of lanes that share the shard. Each of these lanes takes every `step`-th row.
+        stream: The stream that has the shard.
+        shard: The shard.
         start: Number of the row at which reading begins.
+        skips: Whether to skip rows that cannot be read.
+        step: Number of lanes that share the shard. Each of these lanes takes every `step`-th row.
         readers: The lanes for which rows are kept. A lane is identified by the number of its first row in the shard.
         num_kept: Maximum number of rows to keep for each lane.
-
-    Attributes:
-        source: The rows of the shard from row `start` on.
     """
 
-    source: Iterator[Numbered]
-
-    def __init__(self, step: int, start: int, readers: Collection[int], num_kept: int) -> None:
-        self._step, self._num_kept = step, num_kept
+    def __init__(
+        self, stream: Stream, shard: Shard, start: int, skips: bool, step: int, readers: Collection[int], num_kept: int
+    ) -> None:
+        self._stream, self._step, self._num_kept, self._next = stream, step, num_kept, start
         self._waiting: dict[int, deque[Numbered]] = {first: deque() for first in readers}
-        self._next = start
+        # To skip rows, read all of them (with `open`), so that all workers find the same rows unreadable.
+        self._source = numbered_rows(stream.open if skips else self._open_some, shard, start, skips)
 
-    def is_needed(self, number: int) -> bool:
-        """Return True if the row with this number belongs to a lane for which rows are kept."""
-        return number % self._step in self._waiting
+    def _open_some(self, name: str, number: int) -> Iterator[Any]:
+        return self._stream.open_some(name, number, lambda row: row % self._step in self._waiting)
 
     def has(self, first: int, at: int) -> bool:
         """Return True if a row is in the buffer of this object, or if reading will reach the row soon.
@@ -493,7 +485,7 @@ class _Reading:
             waiting.popleft()
         if waiting:
             return waiting.popleft()
-        for row in self.source:
+        for row in self._source:
             self._next = row[0] + 1
             own = row[0] % self._step
             if row[0] >= at and own == first:

@@ -201,7 +201,7 @@ def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
 class LoaderProcesses:
     """Makes batches in one or more loader processes, each of which makes a part of each batch.
 
-    The methods `order`, `receive` and `end_loading` work as in `BatchMaker`.
+    The methods `order`, `receive` and `end_loading`, and the attribute `watched`, are those of `BatchMaker`.
 
     Args:
         makers: For each process, the object that makes the process's parts of batches. These objects are in the order
@@ -219,6 +219,7 @@ class LoaderProcesses:
         begin: Callable[[], None],
     ) -> None:
         self.num_ahead = num_ahead
+        self.watched = range(makers[0].watched.start, makers[-1].watched.stop)
         self._join = join
         self._ends = [maker.watched.stop for maker in makers[:-1]]
         self._processes = [_LoaderProcess(maker, begin) for maker in makers]

@@ -80,15 +80,13 @@ class StreamData:
             "digest of names, lengths and versions of shards": self.digest,
         }
 
-    def check_position(self, position: Mapping[str, Any]) -> None:
-        """Check that a saved position is valid for this stream. A position between two passes is valid for any stream.
+    def position(self, position: Mapping[str, Any]) -> StreamPosition:
+        """Return a saved position in the middle of a pass, after a check that it is valid for this stream.
 
         Raises:
             ValueError: The position was saved for a stream with another `origin` or for data that is not a stream, or
                 it is damaged.
         """
-        if not position["is_mid_pass"]:
-            return
         then, now = position.get("stream"), self.origin
         if not isinstance(then, Mapping) or then.keys() != now.keys():
             raise _misfit("data that is not a stream, or with another version of raysgd")
@@ -105,6 +103,8 @@ class StreamData:
             or not all(_is_place(lane, num_parts) for lane in lanes or ())
         ):
             raise ValueError("The state does not match, so nothing was loaded: its position in the stream is damaged.")
+        places = None if lanes is None else tuple(LanePosition(*lane) for lane in lanes)
+        return StreamPosition(position["consumed"], turn, places)
 
     def open_pass(self, pass_index: int, seed: int) -> StreamPass:
         """Return a pass over the stream, with this index and this seed for shuffling."""
@@ -281,25 +281,25 @@ class StreamSource:
         assert not consumed or of_pass.is_known or begin.lanes is not None, "where lanes are came with the state"
         return self._batches(of_pass, begin)
 
-    def _loading(self, of_pass: StreamPass) -> tuple[range, BatchLoader]:
-        """Return the lanes that this worker watches, and what makes the worker's batches."""
+    def _loading(self, of_pass: StreamPass) -> BatchLoader:
+        """Return what makes the worker's batches."""
         watched = lanes_of(self._ranks.rank, self._ranks.world_size, of_pass.num_lanes)
         loader, frameworks = self.data.loader, self._collate
         own, num = loader.collate, min(loader.num_workers, len(watched))
         if not num:
-            return watched, BatchMaker(of_pass, watched, own or frameworks)
+            return BatchMaker(of_pass, watched, own or frameworks)
         make: Callable[[list[Any]], Any] = own or frameworks
         join: Callable[[list[Any]], Any] = frameworks.join
         if own is not None:
             make, join = (own, itemgetter(0)) if num == 1 else (list, partial(_collated, own))
         lanes = [lanes_of(number, num, len(watched)) for number in range(num)]
         makers = [BatchMaker(of_pass, watched[each.start : each.stop], make) for each in lanes]
-        return watched, LoaderProcesses(makers, join, loader.prefetch, frameworks.begin_process)
+        return LoaderProcesses(makers, join, loader.prefetch, frameworks.begin_process)
 
     def _batches(self, of_pass: StreamPass, begin: StreamPosition) -> Iterator[PlannedBatch]:
         ranks, consumed = self._ranks, begin.num_rows
         sums, pad = self._start_sum, self.data.is_training
-        for batch in GlobalReader(of_pass, self._shares, ranks.rank, begin, *self._loading(of_pass), sums, pad):
+        for batch in GlobalReader(of_pass, self._shares, ranks.rank, begin, self._loading(of_pass), sums, pad):
             plan, is_last = batch.plan, batch.plan.ends_global_batch
             if plan.starts_global_batch:
                 self._note(batch)
@@ -320,7 +320,7 @@ class StreamSource:
     def _own_batches(self, of_pass: StreamPass) -> Iterator[PlannedBatch]:
         """Yield the batches of an evaluation on a stream of unknown length. Each rank reads some lanes by itself."""
         shares = self.data.divide(-(-self.data.batch_size // self._ranks.world_size), 1)
-        for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), *self._loading(of_pass), pad=False):
+        for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), self._loading(of_pass), pad=False):
             yield self._planned(batch, batch.plan)
 
     def _note(self, batch: StreamBatch) -> None:
@@ -369,12 +369,8 @@ class StreamSource:
         Raises:
             ValueError: The position is in the middle of a pass over a different stream, or it is damaged.
         """
-        self.data.check_position(position)
-        self.seed, self._positions = position["seed"], {}
-        if position["is_mid_pass"]:
-            consumed, lanes = position["consumed"], position["lanes"]
-            places = None if lanes is None else tuple(LanePosition(*lane) for lane in lanes)
-            self._positions[consumed] = StreamPosition(consumed, position["turn"], places)
+        positions = {position["consumed"]: self.data.position(position)} if position["is_mid_pass"] else {}
+        self.seed, self._positions = position["seed"], positions
         return True
 
 

@@ -89,10 +89,9 @@ def reader(
     num_ahead: int = 0,
     pad: bool = True,
 ) -> GlobalReader:
-    watched = lanes_of(rank, shares.world_size, of_pass.num_lanes)
-    loading = BatchMaker(of_pass, watched, list)
+    loading = BatchMaker(of_pass, lanes_of(rank, shares.world_size, of_pass.num_lanes), list)
     loading.num_ahead = num_ahead
-    return GlobalReader(of_pass, shares, rank, begin, watched, loading, start_sum, pad)
+    return GlobalReader(of_pass, shares, rank, begin, loading, start_sum, pad)
 
 
 def read_together(

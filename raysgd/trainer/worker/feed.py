@@ -454,8 +454,8 @@ class DataFeed(ABC):
         Raises:
             ValueError: The position is invalid for the registered stream.
         """
-        if self._registered_stream is not None and position and not position.get("is_unknown"):
-            self._registered_stream.check_position(position)
+        if self._registered_stream is not None and position and position.get("is_mid_pass"):
+            self._registered_stream.position(position)
 
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
         """Let the next call continue from a saved position, with new streams.
