@@ -24,7 +24,7 @@ from typing import Any
 from raysgd.air.constants import ERROR_FILE
 from raysgd.air.reports import EXPERIMENT_TAG
 from raysgd.storage import Folder, open_folder
-from raysgd.storage.opening import make_new
+from raysgd.storage._store import make_new
 
 DEFAULT_STORAGE = "~/ray_results"
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")

@@ -13,7 +13,7 @@ from raysgd.callbacks.worker_callback import warn_of_unknown_events
 from raysgd.core.files import check_path
 from raysgd.core.history.history import History
 from raysgd.storage import Folder, open_folder
-from raysgd.storage.opening import make_new
+from raysgd.storage._store import make_new
 
 if TYPE_CHECKING:
     from raysgd.core.engine.shared.interface import GroupEvent

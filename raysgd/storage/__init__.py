@@ -15,7 +15,7 @@ ADR 68 explains how a folder is committed in a store that cannot rename, and whi
 """
 
 from raysgd.exceptions import StorageError as StorageError
+from raysgd.storage._store import open_folder as open_folder
 from raysgd.storage.folder import Folder as Folder
-from raysgd.storage.opening import open_folder as open_folder
 
 __all__ = ["Folder", "StorageError", "open_folder"]

@@ -1,4 +1,6 @@
-"""`StoreFolder`: a `Folder` in a store, such as S3. Operations that fail temporarily are retried.
+"""`StoreFolder`: a `Folder` in a store, such as S3. `open_folder` and `make_new`: any folder, by its path or URI.
+
+Operations that fail temporarily are retried.
 
 To commit a folder `name`, a marker file `.complete-name` is written beside the folder after all files. Listing the
 parent folder once is thus enough to see which folders are committed. Files are written to their final location before
@@ -12,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,10 +28,8 @@ from typing import IO, Any, TypeVar
 
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import StorageError
-from raysgd.storage import _filesystems, _transfers
-from raysgd.storage._retrying import DEFAULT_S, TIMEOUT_VARIABLE, cause_of, retried, storage_error, telling
-from raysgd.storage._uris import child_of
-from raysgd.storage.folder import Folder, check_name, check_single, lies_inside
+from raysgd.storage import _filesystems, _retrying, _transfers, _uris
+from raysgd.storage.folder import ADVICE, Folder, check_name, check_single, lies_inside
 
 _MARKER = ".complete-"
 _LIST = f"{_transfers.TEMPORARY}sums-"
@@ -57,13 +59,13 @@ class StoreFolder(Folder):
     root: str
     given: Any = None
     base: str = ""
-    patience_s: float = DEFAULT_S
+    patience_s: float = _retrying.DEFAULT_S
     inside: str = ""
     is_staged: bool = False
 
     @property
     def uri(self) -> str:
-        return child_of(self.root, self.inside)
+        return _uris.child_of(self.root, self.inside)
 
     @property
     def path(self) -> str:
@@ -120,7 +122,9 @@ class StoreFolder(Folder):
             self._delete(self.filesystem.delete_dir, self.path)
 
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
-        with telling(f"copy `{source}` to `{self}`", "Copy only files and folders that this process can read."):
+        with _retrying.telling(
+            f"copy `{source}` to `{self}`", "Copy only files and folders that this process can read."
+        ):
             files, empty = _transfers.tree_of(source)
         if not files and not empty:
             self.make()
@@ -170,7 +174,7 @@ class StoreFolder(Folder):
                 listed = None
             if not isinstance(listed, dict) or not all(isinstance(each, str) for each in listed.values()):
                 damage = ValueError("it is not a list of checksums")
-                raise storage_error(f"read `{self / path}`", damage, "Delete it, if you trust the rest.")
+                raise _retrying.storage_error(f"read `{self / path}`", damage, "Delete it, if you trust the rest.")
             for name, checksum in listed.items():
                 checksums.setdefault(_joined(path.rpartition("/")[0], name), set()).add(checksum)
         return checksums
@@ -242,15 +246,15 @@ class StoreFolder(Folder):
             reads: True if the operation reads a file. A `FileNotFoundError` is then raised unchanged.
         """
         try:
-            return retried(attempt, doing, self.patience_s)
+            return _retrying.retried(attempt, doing, self.patience_s)
         except Exception as error:  # stores may raise any exception
             if isinstance(error, ModuleNotFoundError) or (reads and isinstance(error, FileNotFoundError)):
                 raise
             advice = (
-                f"Failures that may pass were tried again for {self.patience_s:g} s ({TIMEOUT_VARIABLE}). "
+                f"Failures that may pass were tried again for {self.patience_s:g} s ({_retrying.TIMEOUT_VARIABLE}). "
                 "Check the address, your credentials and the network, or use another place."
             )
-            raise storage_error(doing, error, advice) from cause_of(error)
+            raise _retrying.storage_error(doing, error, advice) from _retrying.cause_of(error)
 
     def _is_a(self, kind: str) -> bool:
         """Return True if `path` exists in the store and is of the given kind, "File" or "Directory"."""
@@ -280,7 +284,7 @@ class StoreFolder(Folder):
         try:
             self._ask(f"read `{self}`", attempt, reads=True)
         except FileNotFoundError as error:
-            raise self._missing() from cause_of(error)
+            raise self._missing() from _retrying.cause_of(error)
 
     def _everything(self) -> dict[str, bool]:
         """List everything in the folder and its subfolders.
@@ -359,3 +363,93 @@ def _is_own(name: str) -> bool:
 
 def _base(name: str) -> str:
     return name.rpartition("/")[2]
+
+
+def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argument: str = "path") -> Folder:
+    """Return the `Folder` for a path or URI, without connecting to a store. The folder need not exist.
+
+    Args:
+        path: A path on disk (`~` is your home folder), or a URI such as `s3://bucket/results`, `gs://...`,
+            `abfs://...`, `file://...`, or a URI of any other file system that fsspec supports.
+        filesystem: A PyArrow or fsspec file system. `path` is then a path in this file system, such as
+            `bucket/results`.
+        argument: Name of the `path` argument in error messages.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `path` is empty, or is a URI that cannot be used, for example because its scheme is unknown or
+            because `filesystem` was passed too.
+        ModuleNotFoundError: The file system needs a package that is not installed.
+    """
+    text = _uris.checked_text(argument, path)
+    if filesystem is not None:
+        return _in(filesystem, text, argument)
+    if "::" in text and "://" in text:
+        raise ValueError(
+            f"`{argument}={masked(text)!r}`: to chain file systems, pass an fsspec file system as `filesystem=`."
+        )
+    if _uris.is_local(text):
+        return Folder(_uris.local_path_of(argument, text))
+    _filesystems.check(argument, text)
+    return StoreFolder(text, patience_s=_retrying.limit_s())
+
+
+def make_new(parent: Folder, name: str) -> Folder:
+    """Create a new folder with a unique name, and return it. Several programs can call this at the same time.
+
+    Args:
+        parent: Folder in which to create the new folder.
+        name: Name of the new folder. On disk, a number is appended if there is a folder of this name. In a store,
+            random characters are always appended, because two programs could otherwise create the same folder.
+
+    Raises:
+        OSError: The folder could not be created. In a store, this is a `StorageError`.
+    """
+    if not parent.is_local:
+        folder = parent / f"{name}_{secrets.token_hex(4)}"
+        folder.make()
+        return folder
+    parent.make()
+    folders = (parent / (f"{name}_{number}" if number else name) for number in itertools.count())
+    return next(each for each in folders if _is_new(each))
+
+
+def _is_new(folder: Folder) -> bool:
+    """Create a folder on disk. Return False if there is a folder or a file of this name."""
+    with _retrying.telling(f"make the folder `{folder}`", ADVICE), contextlib.suppress(FileExistsError):
+        folder.local_path.mkdir()
+        return True
+    return False
+
+
+def _in(filesystem: Any, text: str, argument: str) -> Folder:
+    """Return a folder in a file system object that the user passed.
+
+    Args:
+        filesystem: The file system.
+        text: Path of the folder in the file system.
+        argument: Name of the user's argument for the path, for error messages.
+    """
+    if _uris.scheme_of(text) is not None:
+        raise ValueError(
+            f"`{argument}={masked(text)!r}`: with `filesystem=`, pass a path inside it, such as 'bucket/results', "
+            "not a URI."
+        )
+    if _is_of(filesystem, "pyarrow.fs", "LocalFileSystem") or _is_of(
+        filesystem, "fsspec.implementations.local", "LocalFileSystem"
+    ):
+        return Folder(_uris.local_path_of(argument, text))
+    if _is_of(filesystem, "fsspec", "AbstractFileSystem"):
+        filesystem = _filesystems.wrapped(filesystem)
+    elif not _is_of(filesystem, "pyarrow.fs", "FileSystem"):
+        raise TypeError(f"`filesystem={masked(filesystem)!r}`: need a file system of PyArrow or fsspec, or None.")
+    base = text.rstrip("/")
+    scheme = str(filesystem.type_name).removeprefix("py::").removeprefix("fsspec+")
+    uri = f"{scheme}://{base.lstrip('/')}"
+    return StoreFolder(uri, filesystem, base, _retrying.limit_s())
+
+
+def _is_of(value: Any, module: str, name: str) -> bool:
+    """Return True if a value is an instance of the class `module.name`, without importing the module."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name))

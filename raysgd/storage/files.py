@@ -17,8 +17,8 @@ from raysgd.core.files import check_regular, replacing
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _uris
+from raysgd.storage._store import open_folder
 from raysgd.storage.folder import Folder
-from raysgd.storage.opening import open_folder
 
 
 def check_location(name: str, location: Any) -> None:

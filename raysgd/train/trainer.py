@@ -30,8 +30,8 @@ from raysgd.core.synonyms import callback_instead_of
 from raysgd.core.text.tracebacks import hide_library_frames
 from raysgd.exceptions import InactiveWorkerGroupError, OnFailure
 from raysgd.storage import Folder, StorageError, open_folder
+from raysgd.storage._store import make_new
 from raysgd.storage.files import is_uri
-from raysgd.storage.opening import make_new
 from raysgd.train import constants
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._worker.shards import check_dataset

@@ -21,7 +21,7 @@ import pytest
 from packaging.version import Version
 
 from raysgd.storage import Folder, StorageError, open_folder
-from raysgd.storage.opening import make_new
+from raysgd.storage._store import make_new
 
 CONTENT = bytes(range(256)) * 8
 

@@ -1,6 +1,6 @@
 """Stores that fail, are missing, or are given as objects.
 
-Covers `raysgd.storage._filesystems` and `raysgd.storage.opening`.
+Covers `raysgd.storage._filesystems` and how `raysgd.storage._store` opens folders.
 """
 
 from __future__ import annotations
