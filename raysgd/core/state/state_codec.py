@@ -265,10 +265,8 @@ class _Parts:
         """
         for content, array_part in zip(self._arrays, self.array_parts, strict=True):
             memory[array_part] = np.frombuffer(content, dtype=np.uint8)
-        if self._tensors:
-            self._copy_tensors_into(memory)
-
-    def _copy_tensors_into(self, memory: Bytes) -> None:
+        if not self._tensors:
+            return
         import torch
 
         with torch.no_grad():
