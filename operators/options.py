@@ -6,10 +6,11 @@ as a string would fail inside an optimizer.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.core.arguments import is_integer, is_number
 from raysgd.utils import BATCH_SIZE
 
 DEFAULT_BATCH_SIZE = 32
@@ -33,7 +34,8 @@ def number(config: Mapping[str, Any], key: str, default: float, *, positive: boo
         0.1
     """
     value = config.get(key, default)
-    if not is_number(value) or value < 0 or (positive and value == 0):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
         kind = "positive number" if positive else "number of 0 or more"
         raise ValueError(f"`config[{key!r}]={value!r}`: need a {kind}. The default is {default:g}.")
     return float(value)
@@ -50,7 +52,7 @@ def count(config: Mapping[str, Any], key: str, default: int | None) -> int:
         64
     """
     value = config.get(key, default)
-    if not is_integer(value) or value < 1:
+    if not _is_integer(value) or value < 1:
         raise ValueError(f"`config[{key!r}]={value!r}`: need an integer of at least 1. The default is {default}.")
     return int(value)
 
@@ -88,6 +90,11 @@ def seed(config: Mapping[str, Any]) -> int | None:
     value = config.get("seed")
     if value is None:
         return None
-    if not is_integer(value) or not 0 <= value <= _LARGEST_SEED:
+    if not _is_integer(value) or not 0 <= value <= _LARGEST_SEED:
         raise ValueError(f"`config['seed']={value!r}`: need an integer of 0 or more, or None for a random one.")
     return int(value)
+
+
+def _is_integer(value: Any) -> bool:
+    # In Python, True and False are integers, but as an option value they are always a mistake.
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -112,7 +112,7 @@ class BackgroundWriter:
             BaseException: This file or an earlier file could not be written. If it was an earlier file, this file was
                 not written either.
         """
-        _await(self._writes)
+        self.drain()
         self._raise_failure(passing=WorkersLostError)
         write(os.fspath(path), state)
         _make_up(self._writes)
@@ -123,8 +123,13 @@ class BackgroundWriter:
         Raises:
             BaseException: The original error of a file that could not be written.
         """
-        _await(self._writes)
+        self.drain()
         self._raise_failure()
+
+    def drain(self) -> None:
+        """Wait until each submitted file is complete or could not be written."""
+        for each in self._writes:
+            each.end()
 
     def close(self) -> None:
         """Refuse further calls to `submit`, and wait until all submitted files are written.
@@ -152,7 +157,8 @@ class BackgroundWriter:
         self, earlier: list[SubmittedWrite], path: str, produce: Callable[[], Any], write: Write, own: SubmittedWrite
     ) -> None:
         """Write a file, after the files before it. The thread of the file runs this method."""
-        _await(earlier)
+        for each in earlier:
+            each.end()
         began = time.perf_counter()
         try:
             write(path, produce())
@@ -164,11 +170,6 @@ class BackgroundWriter:
             logger.info("wrote checkpoint %s", files.shown(path))
             _make_up(earlier)
         own.seconds = time.perf_counter() - began
-
-
-def _await(writes: list[SubmittedWrite]) -> None:
-    for each in writes:
-        each.end()
 
 
 def _make_up(earlier: list[SubmittedWrite]) -> None:

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from raysgd.core.files import has_ended, home_of_processes
@@ -45,14 +44,13 @@ def owning(folder: Folder, on_wait: Callable[[], None] = lambda: None) -> Iterat
         ValueError: Another program still owns the folder.
     """
     owner: _Lock | _CounterFile | None = None
-    if not folder.is_in_memory:
+    kinds: list[type[_Lock | _CounterFile]] = [_Lock, _CounterFile] if folder.is_local else [_CounterFile]
+    for kind in [] if folder.is_in_memory else kinds:  # some network disks, and Windows, have no locks
         try:
-            owner = _taken(_Lock(folder.local_path) if folder.is_local else _CounterFile(folder), folder, on_wait)
-        except (OSError, ImportError) as error:
-            if folder.is_local and folder.exists():  # a disk without locks, such as some network disks, or Windows
-                with suppress(OSError):
-                    owner = _taken(_CounterFile(folder), folder, on_wait)
-            logger.debug("no lock in %s: %s", folder, error)  # the run raises its own error where it cannot write
+            owner = _taken(kind(folder), folder, on_wait)
+            break
+        except (OSError, ImportError) as error:  # the run raises its own error where it cannot write
+            logger.debug("no %s in %s: %s", kind.__name__, folder, error)
     try:
         yield
     finally:
@@ -114,8 +112,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class _Lock:
     """A locked file in a folder on a disk. Other machines see the lock too if the network disk has locks, as NFS."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Folder) -> None:
+        self._path = folder.local_path / FILE
         self._descriptor: int | None = None
 
     def take(self) -> bool:

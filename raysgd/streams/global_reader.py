@@ -144,7 +144,11 @@ class LaneEnds:
         If the lengths of lanes are unknown, the position includes a position in each lane. These are computed from the
         positions that the ranks have exchanged.
         """
-        return StreamPosition(self.num_rows, self._turn, None if self._is_known else tuple(self._lanes))
+        if self._is_known:
+            return StreamPosition(self.num_rows, self._turn)
+        passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
+        lanes = (lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True))
+        return StreamPosition(self.num_rows, self._turn, tuple(lanes))
 
     @property
     def places(self) -> Sequence[Place]:
@@ -152,12 +156,7 @@ class LaneEnds:
 
         This is the number of rows taken from the lane if the lengths of lanes are known, and otherwise a position.
         """
-        return self.counts if self._is_known else self._lanes
-
-    @property
-    def _lanes(self) -> list[LanePosition]:
-        passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
-        return [lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True)]
+        return self.position().lanes or self.counts
 
 
 class StreamBatch(NamedTuple):

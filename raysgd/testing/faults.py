@@ -170,9 +170,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
     try:
         yield
     finally:
-        thread = trainer._life.writer._thread
-        if thread is not None:
-            thread.join()
+        trainer._life.writer.drain()
         del trainer.save
         writing.saving = saving
 
