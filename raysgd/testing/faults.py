@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from raysgd.exceptions import OnFailure, TrainerShutdownError
 from raysgd.storage import files
@@ -41,8 +42,8 @@ _ANSWER_S = 5.0
 _CONFIRMED_S = 30.0
 _LATE_S = 60.0
 _keys = itertools.count()
-_undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
-"""For each trainer, the functions that disarm its faults, by trigger point: the name of a method, or "setup"."""
+_patches: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""For each trainer, the replaced methods of its armed faults, by trigger point: the name of a method, or "setup"."""
 
 
 def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
@@ -123,8 +124,8 @@ def disarm(trainer: Any) -> None:
         TypeError: `trainer` is not a trainer.
     """
     controller_of(trainer)
-    for undo in list(_undo.get(trainer, {}).values()):
-        undo()
+    for point in IN_DRIVER:
+        _disarm(trainer, point)
     disarm_everywhere(trainer, None)
 
 
@@ -148,12 +149,9 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
     if error is not None and not isinstance(error, OSError):
         raise ValueError(f"`error={error!r}`: need an `OSError`, as a failed write raises.")
     controller_of(trainer)
-    number = errno.ENOSPC
-    failure = error or OSError(number, os.strerror(number))
+    failure = error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     targets: set[str] = set()
-    writing: Any = files
-    saving = files.saving
-    save = trainer.save
+    saving, save = files.saving, trainer.save
 
     @functools.wraps(save)
     def noting(checkpoint: Any, *args: Any, **keywords: Any) -> Any:
@@ -165,14 +163,11 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
         with saving(target) as file:
             yield _FullFile(file, after_bytes, failure) if os.fspath(target) in targets else file
 
-    writing.saving = failing
-    trainer.save = noting
-    try:
-        yield
-    finally:
-        trainer._life.writer.drain()
-        del trainer.save
-        writing.saving = saving
+    with mock.patch.object(writing, "saving", failing), mock.patch.object(trainer, "save", noting):
+        try:
+            yield
+        finally:
+            trainer._life.writer.drain()
 
 
 def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: int | None = None) -> Any:
@@ -277,11 +272,11 @@ def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], a
     step = _check_moment(at, allow_setup=number == signal.SIGKILL)
     ranks = check_ranks(trainer, rank, may_be_driver=False)
     if at == "now":
-        _signal_now(trainer, ranks, number)
+        _signal(trainer, ranks, number, waits=number == signal.SIGKILL)
     elif at == "setup":
         arm_setup(trainer, ranks)
     elif at in IN_DRIVER:
-        arm_call(trainer, at, functools.partial(_signal_soon, trainer, ranks, number))
+        arm_call(trainer, at, functools.partial(_signal, trainer, ranks, number, waits=False))
     else:
         place, _, _ = at.partition(":")
         arm(trainer, ranks, Trap(functools.partial(send_itself, number), place, step or 0))
@@ -303,10 +298,18 @@ def _check_moment(at: str, allow_setup: bool) -> int | None:
     return int(match[1])
 
 
-def _signal_now(trainer: Any, ranks: Sequence[int], number: int) -> None:
+def _signal(trainer: Any, ranks: Sequence[int], number: int, waits: bool) -> None:
+    """Send a signal to the workers with these ranks. Skip ranks that are gone.
+
+    Args:
+        trainer: A running trainer.
+        ranks: The ranks.
+        number: Number of the signal.
+        waits: True to return only when the processes are gone.
+    """
     group = group_of(trainer)
-    calls = {rank: group.submit_beside(rank, _send_to_self, number) for rank in ranks}
-    if number != signal.SIGKILL:
+    calls = {rank: group.submit_beside(rank, _send_to_self, number) for rank in ranks if rank in group.remote_ranks}
+    if not waits:
         return
     import ray
 
@@ -317,23 +320,22 @@ def _signal_now(trainer: Any, ranks: Sequence[int], number: int) -> None:
     ray.wait(list(calls.values()), num_returns=len(calls), timeout=_GONE_S)
 
 
-def _signal_soon(trainer: Any, ranks: Sequence[int], number: int) -> None:
-    """Send a signal to the workers with these ranks, without waiting for its effect. Skip ranks that are gone."""
-    group = group_of(trainer)
-    for rank in ranks:
-        if rank in group.remote_ranks:
-            group.submit_beside(rank, _send_to_self, number)
-
-
 def _send_to_self(replica: Any, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _disarm(trainer: Any, name: str) -> None:
-    """Disarm a trainer's fault at a trigger point, if one is armed, before another fault is armed there."""
-    undo = _undo.get(trainer, {}).get(name)
-    if undo is not None:
-        undo()
+def _arm_in_driver(trainer: Any, point: str, owner: Any, name: str, trapped: Callable[..., Any]) -> None:
+    """Replace the method `name` of `owner` until the fault at this trigger point is disarmed."""
+    _disarm(trainer, point)
+    _patches.setdefault(trainer, {})[point] = patch = mock.patch.object(owner, name, trapped)
+    patch.start()
+
+
+def _disarm(trainer: Any, point: str) -> None:
+    """Disarm a trainer's fault at a trigger point in the driver, if one is armed."""
+    patch = _patches.get(trainer, {}).pop(point, None)
+    if patch is not None:
+        patch.stop()
 
 
 def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
@@ -343,16 +345,11 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 
     @functools.wraps(original)
     def trapped(*args: Any, **keywords: Any) -> Any:
-        undo()
+        _disarm(trainer, name)
         act()
         return original(*args, **keywords)
 
-    def undo() -> None:
-        trainer.__dict__.pop(name, None)
-        _undo[trainer].pop(name, None)
-
-    setattr(trainer, name, trapped)
-    _undo.setdefault(trainer, {})[name] = undo
+    _arm_in_driver(trainer, name, trainer, name, trapped)
 
 
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
@@ -367,7 +364,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
         if num_workers <= max(ranks):
             return original(spec, num_workers)
-        undo()
+        _disarm(trainer, "setup")
         doomed_spec = replace(spec, make_replica=functools.partial(_made_unless_doomed, spec.make_replica, ranks))
         doomed: WorkerGroup = original(doomed_spec, num_workers)
         doomed.standby._spec = spec  # replacement workers get the original spec, so they are not killed
@@ -382,12 +379,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         doomed.start = start_once  # type: ignore[assignment]
         return doomed
 
-    def undo() -> None:
-        lifecycle.make_group = original
-        _undo[trainer].pop("setup", None)
-
-    lifecycle.make_group = make_group
-    _undo.setdefault(trainer, {})["setup"] = undo
+    _arm_in_driver(trainer, "setup", lifecycle, "make_group", make_group)
 
 
 def _made_unless_doomed(make_replica: Callable[[World], Any], ranks: Sequence[int], world: World) -> Any:
@@ -488,12 +480,10 @@ def _set(replica: Any, trap: Trap) -> str | None:
         trap.before_each_step(replica._hosted)
     elif trap.place == "validate":
         trap.before(replica.operator, "validate")
-    elif trap.place == "snapshot":
-        trap.before(replica, "capture")
-        if hasattr(replica, "_hosted"):
-            trap.before(replica._copies, "inside_call")
     else:
-        trap.before(replica, "regroup")
+        trap.before(replica, needed[trap.place])
+    if trap.place == "snapshot" and hasattr(replica, "_hosted"):
+        trap.before(replica._copies, "inside_call")
     return None
 
 
