@@ -130,11 +130,7 @@ class Alone:
 
     accelerator: Any = None
     membership: Any = None
-
-    @property
-    def world(self) -> World:
-        """The rank and size of a single worker."""
-        return place()
+    world = World(rank=0, size=1, local_size=0)
 
     def ask(self, name: str, data: Any = None) -> Any:
         """Return `data` itself. For a single rank, this is the result of a broadcast from rank 0."""
@@ -179,8 +175,7 @@ _once = Once()
 
 def place() -> World:
     """Return this worker's rank and the number of workers. Outside a run, return rank 0 of one worker."""
-    session = current_session()
-    return session.world if session is not None else World(rank=0, size=1, local_size=0)
+    return helper_session().world
 
 
 def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | None:

@@ -57,6 +57,7 @@ class TrialFolder:
         experiment: Folder of the experiment, which contains the trial's folder.
         dir_name: Name of the trial's folder.
         is_new: True if the trial's folder is still empty.
+        is_finished: True if the run in this folder has succeeded.
 
     Attributes:
         experiment: Folder of the experiment.
@@ -66,12 +67,13 @@ class TrialFolder:
         id: Id of the trial, such as `1f3a9_00000`.
         trainer_name: Name of the trainer's class.
         is_new: True if the trial's folder was empty when the run started.
+        is_finished: True if the run had succeeded before. `fit` then returns its result without running anything.
 
     Raises:
         ValueError: `dir_name` is not the name of a trial's folder.
     """
 
-    def __init__(self, experiment: Folder, dir_name: str, *, is_new: bool = False) -> None:
+    def __init__(self, experiment: Folder, dir_name: str, *, is_new: bool = False, is_finished: bool = False) -> None:
         parts = _TRIAL.fullmatch(dir_name)
         if parts is None:
             raise ValueError(f"`{dir_name}` is not the name of a trial's folder.")
@@ -81,7 +83,7 @@ class TrialFolder:
         self.id = parts["id"]
         self.trainer_name = parts["trainer"]
         self.name = f"{self.trainer_name}_{self.id}"
-        self.is_new = is_new
+        self.is_new, self.is_finished = is_new, is_finished
         self._staging: Path | None = None
 
     @property
@@ -189,6 +191,10 @@ class FitTrialView:
             empty dict if the function has no config.
         evaluated_params: Parameters chosen by a search; always empty.
         experiment_tag: `"0"`.
+        experiment_dir_name: The name of the experiment's folder.
+        local_path: The local folder that loggers write to. `logdir` is its former name.
+        local_experiment_path: The parent folder of `local_path`. `local_dir` is its former name.
+        path: The path of the trial's folder in its storage.
         status: `"PENDING"`, `"RUNNING"`, `"TERMINATED"` or `"ERROR"`.
         last_result: The last report. Before the first report, a dict with the values known by then, such as the
             trial's id.
@@ -202,55 +208,30 @@ class FitTrialView:
     ERROR = "ERROR"
 
     def __init__(self, folder: TrialFolder, config: Mapping[str, Any]) -> None:
-        self._folder = folder
+        self._name, self._trial = folder.name, folder.trial
         self.trainable_name = folder.trainer_name
         self.trial_id = folder.id
         self.config = dict(config)
         self.evaluated_params: dict[str, Any] = {}
         self.experiment_tag = EXPERIMENT_TAG
+        self.experiment_dir_name = folder.experiment_name
+        self.local_path = self.logdir = str(folder.local_path)
+        self.local_experiment_path = self.local_dir = str(folder.local_path.parent)
+        self.path = folder.trial.path
         self.status = self.PENDING
         self.last_result: dict[str, Any] = {"trial_id": folder.id}
         self.checkpoint: Any = None
         self.num_failures = 0
 
     def __str__(self) -> str:
-        return self._folder.name
+        return self._name
 
     __repr__ = __str__
-
-    # ---------------------------------------------------------------------------------------------------------- folders
-
-    @property
-    def local_path(self) -> str:
-        """The local folder that loggers write to."""
-        return str(self._folder.local_path)
-
-    logdir = local_path
-    """Former name of `local_path`."""
-
-    @property
-    def path(self) -> str:
-        """The path of the trial's folder in its storage."""
-        return self._folder.trial.path
-
-    @property
-    def local_experiment_path(self) -> str:
-        """The parent folder of `local_path`."""
-        return str(self._folder.local_path.parent)
-
-    local_dir = local_experiment_path
-    """Former name of `local_experiment_path`."""
-
-    @property
-    def experiment_dir_name(self) -> str:
-        """The name of the experiment's folder."""
-        return self._folder.experiment_name
 
     @property
     def storage(self) -> Any:
         """The trial's storage, with the attributes that Ray Tune's loggers use."""
-        trial = self._folder.trial
-        names = {"trial_fs_path": trial.path, "storage_filesystem": trial.filesystem}
+        names = {"trial_fs_path": self.path, "storage_filesystem": self._trial.filesystem}
         return SimpleNamespace(**names, experiment_dir_name=self.experiment_dir_name)
 
     def get_ray_actor_ip(self) -> str:
@@ -262,8 +243,6 @@ class FitTrialView:
         Path(self.local_path).mkdir(parents=True, exist_ok=True)
 
     init_logdir = init_local_path
-
-    # ----------------------------------------------------------------------------------------------------------- status
 
     @property
     def has_reported_at_least_once(self) -> bool:

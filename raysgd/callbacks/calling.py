@@ -215,11 +215,14 @@ class CallbackCalls(Dispatcher):
     Args:
         callbacks: The callbacks, in the order in which they are called.
         run: The `Run` that most methods of callbacks receive as their first argument.
+
+    Attributes:
+        run: The `Run`.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
         super().__init__(callbacks)
-        self._run = run
+        self.run = run
         self._begun: list[Callback] = []
         self._failed_in_progress: CallbackError | None = None
 
@@ -230,13 +233,13 @@ class CallbackCalls(Dispatcher):
             ValueError: A callback cannot work in this run.
         """
         for callback in self.callbacks:
-            callback._check_run(self._run)
+            callback._check_run(self.run)
 
     def begin_run(self) -> None:
         """Call `on_run_begin` of all callbacks."""
         for callback in self.callbacks:
             self._begun.append(callback)
-            self.call(callback, "on_run_begin", self._run)
+            self.call(callback, "on_run_begin", self.run)
 
     def tell(self, hook: str, *args: Any) -> None:
         """Call a method of all callbacks, with the run as the first argument.
@@ -248,7 +251,7 @@ class CallbackCalls(Dispatcher):
         Raises:
             CallbackError: A callback failed.
         """
-        self.on(hook, self._run, *args)
+        self.on(hook, self.run, *args)
 
     def wants(self, hook: str) -> bool:
         """Return True if any callback overrides the method with this name."""
@@ -277,7 +280,7 @@ class CallbackCalls(Dispatcher):
             CallbackError: A callback failed in a run that had not failed.
         """
         has_failed = error is not None
-        self.finish(["on_run_end"], self._run, error, has_failed=has_failed, only=self._begun)
+        self.finish(["on_run_end"], self.run, error, has_failed=has_failed, only=self._begun)
 
     def states(self) -> list[dict[str, Any]]:
         """Return the class name and the state of each callback. A run that continues this run loads them."""
@@ -339,11 +342,6 @@ class FunctionCalls(CallbackCalls):
         super().__init__(callbacks, run)
         self.check()
 
-    @property
-    def is_stopping(self) -> bool:
-        """True if a callback has called `run.stop`."""
-        return self._run.is_stopping
-
     def begin_run(self, num_reports: int = 0) -> None:
         """Call `on_run_begin` of all callbacks when the training function starts. Do nothing when it restarts.
 
@@ -352,7 +350,7 @@ class FunctionCalls(CallbackCalls):
                 from no checkpoint.
         """
         if not self._begun:
-            self._run.epoch = num_reports
+            self.run.epoch = num_reports
             super().begin_run()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
@@ -364,7 +362,7 @@ class FunctionCalls(CallbackCalls):
         """
         if not self.callbacks:
             return
-        run = self._run
+        run = self.run
         for event in events[len(run.history.events) :]:
             run.history.events.append(event)
             self.tell("on_event", event)
@@ -394,7 +392,6 @@ class RunCallbacks(Dispatcher):
         config = trial.config.get("train_loop_config", trial.config)
         self._own = FunctionCalls(own_among(listed), trial.trainable_name, config, trial.local_path)
         super().__init__(of_tune_among(listed), _ADVICE_IN_RUN)
-        self._events: Callable[[], Sequence[GroupEvent]] = tuple
         self._trial = trial
         self._iteration = 0
         self._has_failed = False
@@ -412,14 +409,7 @@ class RunCallbacks(Dispatcher):
     @property
     def is_stopping(self) -> bool:
         """True if a callback has called `run.stop`."""
-        return self._own.is_stopping
-
-    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Set the function that returns all events so far in which workers were lost, added or replaced.
-
-        `report` passes new events to the callbacks.
-        """
-        self._events = events
+        return self._own.run.is_stopping
 
     def setup(self, stop: Any) -> None:
         """Call `setup` of the Ray Tune callbacks. This is done once, before the first attempt of the run.
@@ -442,14 +432,18 @@ class RunCallbacks(Dispatcher):
             self._on(hook)
         self._unless_failed(self._own.begin_run, num_reports)
 
-    def report(self, result: Mapping[str, Any]) -> None:
-        """Pass a report of the training function to the callbacks.
+    def report(self, result: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
+        """Pass a report of the training function, and new events of its workers, to the callbacks.
 
         Call this method before you update `trial.last_result`, as Ray Tune does.
+
+        Args:
+            result: The report.
+            events: All events of the run so far in which workers were lost, added or replaced.
         """
         self._on("on_step_begin")
         self._on("on_trial_result", result=dict(result))
-        self._unless_failed(self._own.report, result, self._events())
+        self._unless_failed(self._own.report, result, events)
 
     def save(self, checkpoint: Any) -> None:
         """Pass a new checkpoint to the callbacks.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from raysgd.trainer.driver import tune_trial
 from raysgd.trainer.driver.tune_trial import TrialInfo, TrialStepResult
 
 if TYPE_CHECKING:
-    from raysgd.core.engine.shared.interface import GroupEvent
     from raysgd.storage import Folder
     from raysgd.train.base_trainer import BaseTrainer
     from raysgd.train.trainer import Trainer, TrainingIterator
@@ -206,9 +205,6 @@ class TrialRecorder:
 
     def begin_attempt(self) -> None:
         """Called when the run starts or restarts. There is nothing to do."""
-
-    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Do nothing with the workers' events, because Ray Tune has no use for them."""
 
     def fail(self, error: BaseException) -> None:
         """Called when an attempt of the run fails. There is nothing to do, because Tune handles the error."""

@@ -136,7 +136,7 @@ class BaseTrainer(Detachable, ABC):
         self.metadata = checked_metadata(metadata)
         self.resume_from_checkpoint = checked_resume(resume_from_checkpoint)
         self._job: FitJob | None = None
-        self._restored: restoring.RestoredRun | None = None
+        self._restored: TrialFolder | None = None
 
     # ---------------------------------------------------------------------------------------------- methods to override
 
@@ -170,19 +170,19 @@ class BaseTrainer(Detachable, ABC):
         """
         self._check()
         restored = self._restored
-        if restored is not None and restored.is_finished and restored.folder is not None:
+        if restored is not None and restored.is_finished:
             from raysgd.air.result import Result
 
             logger.info(
                 "the run in %s has already ended successfully, so there is nothing left to do", restored.experiment
             )
-            return Result.from_path(restored.folder.trial.uri)
+            return Result.from_path(restored.trial.uri)
         trainer = copy.copy(self)
         trainer._settle_gpus()
         if self.resume_from_checkpoint is not None:  # send workers only the checkpoint's location, not its content
             trainer.resume_from_checkpoint = self.resume_from_checkpoint.by_place()
             trainer._arguments = {**self._arguments, "resume_from_checkpoint": trainer.resume_from_checkpoint}
-        trainer._job = trainer._make_job(restored.folder if restored is not None else None)
+        trainer._job = trainer._make_job(restored)
         return trainer._job.run(trainer._train)
 
     def _make_job(self, folder: TrialFolder | None) -> FitJob:

@@ -111,9 +111,8 @@ class TestInRunConfig:
         callbacks.start(after_failure=False, restores=False)
         callbacks.report({"loss": 1.0, "training_iteration": 1, "pid": 7})
         assert not callbacks.is_stopping
-        callbacks.watch(lambda: [LOSS])
         callbacks.start(after_failure=True, restores=False)
-        callbacks.report({"loss": 0.5, "training_iteration": 2})
+        callbacks.report({"loss": 0.5, "training_iteration": 2}, [LOSS])
         callbacks.end_run(None)
         begin = ("begin", trial.trainable_name, {"lr": 0.1}, Path(trial.local_path))
         results = [("result", 1.0, 1), ("event", "continued"), ("result", 0.5, 2)]

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 PROGRESS_FILE = "progress.csv"
 PARAMS_FILE = "params.json"
 PARAMS_PICKLE_FILE = "params.pkl"
+RECOVERED_ERROR_FILE = "recovered_errors.txt"
 
 _NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
 _UPLOAD_EVERY_S = 5.0
@@ -193,17 +194,14 @@ class Logs:
         else:
             self._folder.remove_staging()
 
-    def remove(self, name: str) -> None:
-        """Delete one of the trial's log files."""
-        (self._folder.local_path / name).unlink(missing_ok=True)
-        self._folder.trial.remove(name)
-
-    def rename(self, name: str, new_name: str) -> None:
-        """Rename one of the trial's log files, if the file exists."""
-        path = self._folder.local_path / name
+    def forget_errors(self) -> None:
+        """Rename `error.txt` and delete `error.pkl`, after a run that has succeeded despite failures."""
+        path = self._folder.local_path / ERROR_FILE
         if path.exists():
-            shutil.copyfile(path, path.with_name(new_name))
-            self.remove(name)
+            shutil.copyfile(path, path.with_name(RECOVERED_ERROR_FILE))
+        for name in (ERROR_FILE, ERROR_PICKLE_FILE):
+            (self._folder.local_path / name).unlink(missing_ok=True)
+            self._folder.trial.remove(name)
 
     def _upload(self) -> None:
         self._folder.trial.upload(Path(self._folder.local_path))

@@ -18,7 +18,6 @@ from typing import Any
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, RunConfig
-from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
 from raysgd.air.reports import (
     DONE,
     SHOULD_CHECKPOINT,
@@ -50,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 CALLBACK_STATES_FILE = "callback_states.pkl"
-RECOVERED_ERROR_FILE = "recovered_errors.txt"
 _ALLOWED = (
     "need a dict of metrics and the values at which to stop, such as `{'training_iteration': 10}`, a function "
     "`stop(trial_id, result)` that returns True or False, or a `ray.tune.Stopper`."
@@ -69,6 +67,8 @@ class Recorder:
 
     Attributes:
         returned: The function's return value on rank 0, if it is plain data.
+        events: The events of the worker group, such as a lost worker. The next report passes new events to the
+            callbacks.
 
     Raises:
         TypeError: A value in `run_config` has the wrong type.
@@ -93,6 +93,7 @@ class Recorder:
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
         self._writers: list[SafeSink] = []
         self.returned: Any = None
+        self.events: Sequence[GroupEvent] = ()
         self._is_open = False
         self._last_failure: BaseException | None = None
 
@@ -137,7 +138,7 @@ class Recorder:
             result[SHOULD_CHECKPOINT] = True
         for writer in self._writers:
             writer.write(result, result[TRAINING_ITERATION])
-        self._callbacks.report(result)
+        self._callbacks.report(result, self.events)
         result[DONE] = result[DONE] or self._callbacks.is_stopping
         self._trial.last_result = result
         if checkpoint is not None:
@@ -145,14 +146,6 @@ class Recorder:
         self._callbacks.end_step()
         self._logs.upload_soon()
         return bool(result[DONE])
-
-    def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Pass the events of the worker group, such as a lost worker, to the callbacks.
-
-        Args:
-            events: Function that returns all events so far.
-        """
-        self._callbacks.watch(events)
 
     def fail(self, error: BaseException) -> None:
         """Count a failed attempt of the run, and append its error to `error.txt`."""
@@ -244,21 +237,15 @@ class Recorder:
         with ExitStack() as last_first:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
-            if not has_failed:
+            if not has_failed and (self._trial.num_failures or not self._folder.is_new):
                 # This runs after `shutdown` of the background thread, when no log file is being uploaded.
-                last_first.callback(self._forget_errors)
+                last_first.callback(self._logs.forget_errors)
             last_first.callback(self._chores.shutdown)
             if not has_failed:
                 last_first.callback(self._checkpoints.move_to_memory)
             for writer in self._writers:
                 last_first.callback(writer.close)
         self._writers = []
-
-    def _forget_errors(self) -> None:
-        """Rename `error.txt` and delete `error.pkl`, after a run that has succeeded despite failures."""
-        if not self._folder.is_new or self._trial.num_failures:
-            self._logs.rename(ERROR_FILE, RECOVERED_ERROR_FILE)
-            self._logs.remove(ERROR_PICKLE_FILE)
 
     def _note(self, status: str) -> None:
         """Write the trial's name and status to `run.json`, which `restore` reads."""

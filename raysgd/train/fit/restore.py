@@ -36,22 +36,6 @@ _RUN_CONFIG_EXTRAS = ("callbacks", "progress_reporter", "stop")
 
 
 @dataclass(frozen=True)
-class RestoredRun:
-    """The run that a restored trainer continues.
-
-    Attributes:
-        experiment: The experiment's folder.
-        folder: The trial's folder; None if `fit` must start a new trial, because the run had not started or its
-            `run.json` is damaged.
-        is_finished: True if the run succeeded; `fit` then returns the result without running anything.
-    """
-
-    experiment: Folder
-    folder: TrialFolder | None
-    is_finished: bool
-
-
-@dataclass(frozen=True)
 class _CheckpointAt:
     """The location of a checkpoint. It replaces the checkpoint in `trainer.pkl`.
 
@@ -155,7 +139,7 @@ def restore(
     *,
     saved_as: str = TRAINER_FILE,
     **replaced: Any,
-) -> tuple[Any, RestoredRun]:
+) -> tuple[Any, TrialFolder | None]:
     """Recreate the trainer of a run, or of a sweep of Ray Tune, from the file in the experiment's folder.
 
     Args:
@@ -166,7 +150,8 @@ def restore(
         **replaced: Arguments to use instead of the saved arguments. None leaves an argument unchanged.
 
     Returns:
-        The trainer, and the run that its `fit` continues.
+        The trainer, and the folder of the trial that its `fit` continues. The folder is None if `fit` must start a new
+        trial, because the run had not started or its `run.json` is damaged.
 
     Raises:
         ValueError: The folder contains no run, its file is damaged, the names of the datasets differ, a config with
@@ -177,7 +162,7 @@ def restore(
     saved_class, arguments = _load(experiment, path, saved_as)
     arguments = _complete(arguments, {name: value for name, value in replaced.items() if value is not None})
     arguments["run_config"] = at_place(arguments.get("run_config"), path, storage_filesystem)
-    return _made(trainer_class or saved_class, saved_class, arguments), _run_in(experiment)
+    return _made(trainer_class or saved_class, saved_class, arguments), _trial_in(experiment)
 
 
 def _load(experiment: Folder, path: str | Path, file: str) -> tuple[type, dict[str, Any]]:
@@ -281,14 +266,12 @@ def _name_of(trainer_class: type) -> tuple[str, str]:
     return trainer_class.__module__, trainer_class.__qualname__
 
 
-def _run_in(experiment: Folder) -> RestoredRun:
-    """Return the run in an experiment's folder. If its `run.json` is missing or damaged, a new trial will start."""
+def _trial_in(experiment: Folder) -> TrialFolder | None:
     if not experiment.has(RUN_FILE):
-        return RestoredRun(experiment, None, is_finished=False)
+        return None
     try:
         note = json.loads(experiment.read(RUN_FILE))
-        folder = TrialFolder(experiment, str(note["trial"]))
+        return TrialFolder(experiment, str(note["trial"]), is_finished=note.get("status") == FitTrialView.TERMINATED)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning("%s in %s is damaged, so a new trial is started: %s", RUN_FILE, experiment, error)
-        return RestoredRun(experiment, None, is_finished=False)
-    return RestoredRun(experiment, folder, is_finished=note.get("status") == FitTrialView.TERMINATED)
+        return None

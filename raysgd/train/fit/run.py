@@ -209,7 +209,7 @@ class FitRun:
         )
         self._run: FunctionRun | None = None
         self._reports: deque[tuple[dict[str, Any], Future[Any] | None]] = deque()
-        self._too_late: deque[tuple[dict[str, Any], Future[Any] | None]] = deque()
+        self._has_met_condition = False
         self._failure: Exception | None = None
         self._has_raised = False
         job.aborts.append(partial(self._workers.stop, patience_s=0))
@@ -226,8 +226,7 @@ class FitRun:
         with reserved(self._own_resources):
             try:
                 self._workers.start(self)
-                events = self._workers.controller.history.events
-                self._recorder.watch(lambda: events)
+                self._recorder.events = self._workers.controller.history.events
                 spec = self._workers.function_spec(self._function, make_session=partial(FitSession, facts=self._facts))
                 self._run = FunctionRun(self._workers, spec, self._shards, self._hand_over, self._leaving)
                 # The workers have started: Ray sets its own signal handlers when it starts.
@@ -237,7 +236,7 @@ class FitRun:
                         pass
             except StopConditionMet:
                 logger.info("the stop condition of the run is met")
-                self._too_late, self._reports = self._reports, deque()
+                self._has_met_condition = True
             finally:
                 self.stop()
 
@@ -268,19 +267,19 @@ class FitRun:
         # run has already called `flush` without an error.
         with suppress(Exception):
             self._checkpoints.flush()
-        self._delete_too_late()
+        if self._has_met_condition:
+            self._delete_waiting()
         words = "could not write down what was reported last: %r"
         with failure_logged(logger.error, words), suppress(StopConditionMet):
             self._hand_over(is_end=True)
 
-    def _delete_too_late(self) -> None:
+    def _delete_waiting(self) -> None:
         """Delete the checkpoints of reports that arrived after the stop condition was met."""
-        for _, landing in self._too_late:
-            checkpoint = _landed(landing)
+        while self._reports:
+            checkpoint = _landed(self._reports.popleft()[1])
             if checkpoint is not None and self._facts.keeps_files:
                 with suppress(OSError):
                     (self._facts.folder / PurePosixPath(checkpoint.path).name).delete()
-        self._too_late.clear()
 
     def _hand_over(self, is_end: bool = False) -> None:
         """Record the waiting reports in order, up to the first report whose checkpoint is not written yet.

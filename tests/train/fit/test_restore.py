@@ -11,7 +11,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, SyncConfig
 from raysgd.storage import open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.restore import RestoredRun, can_restore, restore, save_trainer
+from raysgd.train.fit.restore import can_restore, restore, save_trainer
 from tests.train.fit.notes import Noting, begun_recorder, make_folder
 
 
@@ -64,8 +64,8 @@ class TestARun:
         trainer, found = restore(Trainer, run)
         assert trainer.loop is loop
         assert trainer.arguments["train_loop_config"] == {"lr": 0.1}
-        assert (found.is_finished, found.folder.is_new) == (False, False)
-        assert Path(found.folder.trial.path).parent == run
+        assert (found.is_finished, found.is_new) == (False, False)
+        assert Path(found.trial.path).parent == run
 
     def test_that_was_moved_is_restored_where_it_is(self, run: Path) -> None:
         moved = run.rename(run.parent / "moved")
@@ -83,7 +83,7 @@ class TestARun:
 
     def test_that_was_killed_before_it_began_starts_as_a_new_one(self, tmp_path: Path) -> None:
         path = save_with(tmp_path)
-        assert restore(Trainer, path)[1] == RestoredRun(open_folder(path), None, is_finished=False)
+        assert restore(Trainer, path)[1] is None
 
     @pytest.mark.parametrize(
         "note", [b"", b"[]", b"{}", b'{"trial": "../../x"}', b'{"trial": 7}', b"\xff", b"[" * 100_000]
@@ -92,7 +92,7 @@ class TestARun:
         self, run: Path, note: bytes, caplog: pytest.LogCaptureFixture
     ) -> None:
         (run / "run.json").write_bytes(note)
-        assert restore(Trainer, run)[1].folder is None
+        assert restore(Trainer, run)[1] is None
         assert "run.json" in caplog.text
 
 
