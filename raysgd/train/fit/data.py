@@ -134,19 +134,26 @@ class DatasetShards(DividedData):
         config = OWN_CONFIG if config is None else config
         if not is_data_config(config):
             config = DataConfig([name for name in datasets if _config_of(name, config).split])
-        if isinstance(config, DataConfig) and type(config).configure is DataConfig.configure:
-            for name, dataset in datasets.items():
-                _check_can_be_divided(name, dataset, config)
+        # None if a `configure` of the user decides which datasets are sharded.
+        self._splits = config.splits if getattr(type(config), "configure", None) is DataConfig.configure else None
+        for name, dataset in datasets.items() if self._splits is not None else ():
+            if self._splits(name) and not is_of_ray(dataset) and not hasattr(dataset, "split"):
+                raise TypeError(
+                    f"`datasets[{name!r}]` is a `{type(dataset).__name__}`, which cannot be sharded across the "
+                    "workers: need a dataset of Ray Data, or something with `split(n, equal=True)`. To give every "
+                    "worker all of it, pass `dataset_config=raysgd.train.DataConfig(datasets_to_split=[...])` without "
+                    "this name."
+                )
         self._datasets = dict(datasets)
         self._config = config
         self._has_warned = False
 
     @property
     def goes_to_all(self) -> bool:
-        config = self._config
-        if not isinstance(config, DataConfig) or type(config).configure is not DataConfig.configure:
-            return False
-        return all(isinstance(dataset, Stream) or not config.splits(name) for name, dataset in self._datasets.items())
+        splits = self._splits
+        return splits is not None and all(
+            isinstance(dataset, Stream) or not splits(name) for name, dataset in self._datasets.items()
+        )
 
     def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> list[Any]:
         """Return each worker's data by rank.
@@ -249,34 +256,18 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
     configs = OWN_CONFIG if config is None or is_data_config(config) else config
     by_name = {name: _config_of(name, configs) for name in made}
     if preprocessor is not None:
-        made = _transformed(made, preprocessor, by_name)
+        to_fit = next((name for name in made if by_name[name].fit), None)
+        if to_fit is not None and _lacks_fit(preprocessor):
+            preprocessor.fit(made[to_fit])
+        made = {
+            name: dataset if by_name[name].transform is False else preprocessor.transform(dataset)
+            for name, dataset in made.items()
+        }
     return {name: _shuffled(dataset, by_name[name]) for name, dataset in made.items()}
 
 
 def _config_of(name: str, configs: Mapping[str, DatasetConfig]) -> DatasetConfig:
     return configs.get(name) or configs.get(WILDCARD_KEY) or DatasetConfig()
-
-
-def _check_can_be_divided(name: str, dataset: Any, config: DataConfig) -> None:
-    if config.splits(name) and not is_of_ray(dataset) and not hasattr(dataset, "split"):
-        raise TypeError(
-            f"`datasets[{name!r}]` is a `{type(dataset).__name__}`, which cannot be sharded across the workers: need a "
-            "dataset of Ray Data, or something with `split(n, equal=True)`. To give every worker all of it, pass "
-            "`dataset_config=raysgd.train.DataConfig(datasets_to_split=[...])` without this name."
-        )
-
-
-def _transformed(
-    datasets: Mapping[str, Any], preprocessor: Any, configs: Mapping[str, DatasetConfig]
-) -> dict[str, Any]:
-    filled = {name: config.fill_defaults() for name, config in configs.items()}
-    to_fit = next((name for name in datasets if filled[name].fit), None)
-    if to_fit is not None and _lacks_fit(preprocessor):
-        preprocessor.fit(datasets[to_fit])
-    return {
-        name: preprocessor.transform(dataset) if filled[name].transform else dataset
-        for name, dataset in datasets.items()
-    }
 
 
 def _lacks_fit(preprocessor: Any) -> bool:
