@@ -6,7 +6,6 @@ Each rank reports. At the events at which weights are saved, rank 0 adds the mod
 
 from __future__ import annotations
 
-import abc
 from collections import Counter
 from collections.abc import Callable as Function
 from collections.abc import Mapping, Sequence
@@ -33,12 +32,17 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
 
     An object gets methods only for the requested events, such as `on_epoch_end`. If it had methods for batch events,
     Keras would spend time on computing the logs of every batch.
+
+    Args:
+        frequency: For each requested event, save the weights with every n-th report; 0 for never.
+        metrics: The metrics to report.
     """
 
-    def __init__(self, on: Sequence[str], metrics: Metrics) -> None:
+    def __init__(self, frequency: Mapping[str, int], metrics: Metrics) -> None:
         super().__init__()
-        self._metrics = metrics
-        for event in on:
+        self._metrics, self._frequency = metrics, frequency
+        self._counts: Counter[str] = Counter()
+        for event in frequency:
             if event not in EVENTS:
                 raise ValueError(f"`{event!r}` is not an event of Keras: allowed are {', '.join(EVENTS)}.")
             setattr(self, f"on_{event}", self._hook(event))
@@ -46,15 +50,13 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
     def _hook(self, event: str) -> Function[..., None]:
         def hook(*args: Any, logs: Mapping[str, Any] | None = None) -> None:
             metrics = logs if logs is not None else next((each for each in args if isinstance(each, Mapping)), {})
-            saves = self._saves(event) and get_world_rank() == 0
+            self._counts[event] += 1
+            every = self._frequency[event]
+            saves = every > 0 and self._counts[event] % every == 0 and get_world_rank() == 0
             checkpoint = TensorflowCheckpoint.from_model(self.model) if saves else None
             report(_chosen(self._metrics, metrics), checkpoint=checkpoint)
 
         return hook
-
-    @abc.abstractmethod
-    def _saves(self, event: str) -> bool:
-        """Return True if the weights must be saved with this report. Called each time the event occurs."""
 
 
 class ReportCheckpointCallback(_Reporting):
@@ -81,11 +83,9 @@ class ReportCheckpointCallback(_Reporting):
         report_metrics_on: str | Sequence[str] = "epoch_end",
         metrics: Metrics = None,
     ) -> None:
-        self._saves_at = set(_several(checkpoint_on))
-        super().__init__(list(dict.fromkeys([*_several(checkpoint_on), *_several(report_metrics_on)])), metrics)
-
-    def _saves(self, event: str) -> bool:
-        return event in self._saves_at
+        saves_at = _several(checkpoint_on)
+        events = dict.fromkeys([*saves_at, *_several(report_metrics_on)])
+        super().__init__({event: int(event in saves_at) for event in events}, metrics)
 
 
 class Callback(_Reporting):
@@ -105,20 +105,13 @@ class Callback(_Reporting):
         self, metrics: Metrics = None, on: str | Sequence[str] = "epoch_end", frequency: int | Sequence[int] = 1
     ) -> None:
         events = _several(on)
-        super().__init__(events, metrics)
         numbers = [frequency] * len(events) if isinstance(frequency, int) else list(frequency)
         if len(numbers) != len(events):
             raise ValueError(
                 f"`frequency={frequency!r}` has {len(numbers)} numbers, and `on={on!r}` has {len(events)} events: need "
                 "one number, or one for each event."
             )
-        self._frequency = dict(zip(events, numbers, strict=True))
-        self._counts: Counter[str] = Counter()
-
-    def _saves(self, event: str) -> bool:
-        self._counts[event] += 1
-        every = self._frequency[event]
-        return every > 0 and self._counts[event] % every == 0
+        super().__init__(dict(zip(events, numbers, strict=True)), metrics)
 
 
 def _several(names: str | Sequence[str]) -> list[str]:
