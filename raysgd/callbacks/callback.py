@@ -192,10 +192,8 @@ class Callback:
             global_step: Number of batches that each worker has trained on, over all epochs.
         """
 
-    @property
-    def _own_folder(self) -> Folder | None:
-        """The folder that the user passed, if only one program at a time may write there with this callback."""
-        return None
+    _own_folder: Folder | None = None
+    """The folder that the user passed, if only one program at a time may write there with this callback."""
 
     @property
     def _uses_folder_of_run(self) -> bool:

@@ -101,7 +101,7 @@ class Checkpointing(WritesFiles):
         max_failures: int | None = 3,
         restore_best_at_end: bool = False,
     ) -> None:
-        self._given = open_folder(folder, argument="folder") if folder is not None else None
+        self._given = self._own_folder = open_folder(folder, argument="folder") if folder is not None else None
         self.every_n_epochs = checks.check_count("every_n_epochs", every_n_epochs, "1 saves every epoch.")
         self.every_n_steps = _count_or_none("every_n_steps", every_n_steps, "None saves between epochs only.")
         self.every_minutes = every_minutes
@@ -160,10 +160,6 @@ class Checkpointing(WritesFiles):
 
     def left_behind(self, run: Run) -> str | None:
         return None if self.newest is None else f"newest checkpoint: {self.newest}"
-
-    @property
-    def _own_folder(self) -> Folder | None:
-        return self._given
 
     def newest_checkpoint(self, run: Run) -> str | None:
         """Return the path or URI of the newest checkpoint in the folder, for `resume_from="auto"`.

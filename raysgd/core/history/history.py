@@ -410,12 +410,10 @@ class CallRecorder:
                 missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
                 first_s, seconds = first_s - missed_s, seconds + missed_s
             metrics = dict(result) if isinstance(result, Mapping) else {}
-            with self._lock:
-                epoch = metrics.get("epoch") if kind == "train" else None
-                if not isinstance(epoch, int):
-                    epoch = self.trained if kind == "train" else self._epoch
-                epoch, step = (epoch, 0) if inside is None else inside
-                self._add(CallRecord(kind, epoch, metrics, first_s, seconds, num_workers, of_fit, step), None)
+            epoch, step = (self._epoch, 0) if inside is None else inside
+            if kind == "train":
+                epoch = metrics["epoch"] if isinstance(metrics.get("epoch"), int) else self.trained
+            self.add_record(CallRecord(kind, epoch, metrics, first_s, seconds, num_workers, of_fit, step))
             return result
 
         return end
@@ -434,25 +432,21 @@ class CallRecorder:
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
             metrics = dict(result) if isinstance(result, Mapping) else {}
             record = CallRecord("validation", epoch, metrics, began_at, seconds, 1, of_fit)
-            with self._lock:
-                self._add(record, row)
+            self.add_record(record, row)
             return record
 
         return add
 
-    def add_record(self, record: CallRecord) -> None:
-        """Add the record of a call that another process made."""
+    def add_record(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
+        """Add the record of a call, which another process may have made. For `row`, see `History.add`."""
         with self._lock:
-            self._add(record, None)
+            self.history.add(record, row)
+            self.history.forget_old(MOST_EPOCHS)
 
     @property
     def _epoch(self) -> int:
         records = self.history.records
         return records[-1].epoch if records else 0
-
-    def _add(self, record: CallRecord, row: dict[str, Any] | None) -> None:
-        self.history.add(record, row)
-        self.history.forget_old(MOST_EPOCHS)
 
 
 def as_test(metrics: Mapping[str, Any]) -> Metrics:

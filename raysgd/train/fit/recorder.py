@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import CheckpointConfig, RunConfig
+from raysgd.air.config import RunConfig
 from raysgd.air.reports import (
     DONE,
     SHOULD_CHECKPOINT,
@@ -90,7 +90,13 @@ class Recorder:
         self._filler = MetricsFiller(folder.id, self._config)
         self._chores = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raysgd-fit")
         self._logs = Logs(folder, self._chores)
-        self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
+        kept = run_config.checkpoint_config
+        self._score_attribute, self._keeps_none = kept.checkpoint_score_attribute, kept.num_to_keep == 0
+        self._rule = BestCheckpoints(kept.num_to_keep, kept.checkpoint_score_order, num_newest=1)
+        self._saved: list[SavedCheckpoint[Kept]] = []
+        self._once = Once()
+        # The report that came with the newest checkpoint. A restarted run continues the report's counters.
+        self._saved_report: Mapping[str, Any] = {}
         self._writers: list[SafeSink] = []
         self.returned: Any = None
         self.events: Sequence[GroupEvent] = ()
@@ -108,10 +114,10 @@ class Recorder:
         """
         if not self._is_open:
             self._open()
-        self._filler.begin_attempt(self._checkpoints.report)
+        self._filler.begin_attempt(self._saved_report)
         self._callbacks.start(
             after_failure=self._last_failure is not None,
-            restores=self._checkpoints.latest is not None,
+            restores=self._trial.has_checkpoint(),
             num_reports=self._filler.iteration,
         )
         self._trial.status = FitTrialView.RUNNING
@@ -180,10 +186,10 @@ class Recorder:
             self._close(has_failed=error is not None)
         return Result(
             metrics=dict(self._trial.last_result) if self._trial.has_reported_at_least_once else None,
-            checkpoint=self._checkpoints.latest,
+            checkpoint=self._trial.checkpoint,
             error=error if isinstance(error, Exception) else None,
             folder=self._folder.trial,
-            best_checkpoints=self._checkpoints.best,
+            best_checkpoints=[each.content for each in replace(self._rule, num_best=None).best(self._saved)],
             return_value=self.returned,
         )
 
@@ -206,16 +212,61 @@ class Recorder:
         reports = read_reports(self._folder.trial)
         if reports:
             self._trial.last_result = dict(reports[-1])
-        self._checkpoints.take_over(reports)
-        self._trial.checkpoint = self._checkpoints.latest
+        for checkpoint, report in read_checkpoints(self._folder.trial, reports):
+            self._retain(checkpoint, report)
+        # If the newest checkpoint has no report, the driver died between storing the checkpoint and writing the report.
+        if self._trial.has_checkpoint() and not self._saved_report:
+            last = reports[-1] if reports else {}
+            self._saved_report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
         self._load_callback_states()
 
     def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any]) -> None:
         self._callbacks.save(checkpoint)
-        self._trial.checkpoint = checkpoint
-        self._checkpoints.keep(checkpoint, result)
+        self._retain(checkpoint, result)
         self._callbacks.saved()
         self._save_callback_states()
+
+    def _retain(self, checkpoint: Checkpoint, metrics: Mapping[str, Any]) -> None:
+        """Add a new checkpoint, and delete checkpoints that the run does not keep anymore."""
+        name = name_of(checkpoint)
+        number = checkpoint_index(name) if name is not None else None
+        if number is None:
+            number = self._saved[-1].number + 1 if self._saved else 0
+        self._trial.checkpoint, self._saved_report = checkpoint, metrics
+        new = SavedCheckpoint(number, self._score(metrics), (checkpoint, dict(metrics)))
+        self._saved, dropped = self._rule.divide([*self._saved, new])
+        self._delete(dropped)
+
+    def _delete(self, checkpoints: Sequence[SavedCheckpoint[Kept]]) -> None:
+        for each in checkpoints:
+            name = name_of(each.content[0])
+            if name is not None:
+                self._chores.submit(attempt, f"delete {name}", (self._folder.trial / name).delete)
+
+    def _move_to_memory(self) -> None:
+        """With `num_to_keep=0`, load the latest checkpoint into memory after a successful run and delete its files."""
+        newest = self._trial.checkpoint
+        if self._keeps_none and newest is not None and name_of(newest) is not None:
+            self._trial.checkpoint = Checkpoint.from_dict(newest.to_dict())
+            self._delete(self._saved)
+            self._saved = []
+
+    def _score(self, metrics: Mapping[str, Any]) -> float | None:
+        name = self._score_attribute
+        if name is None:
+            return None
+        value = value_at(metrics, name)
+        score = as_score(value)
+        if score is None and self._once.is_first(name):
+            what = "is missing" if value is None else f"is {value!r:.80}, not a number"
+            logger.error(
+                "`checkpoint_score_attribute=%r` %s in a report, so its checkpoint counts as the worst. The "
+                "report has: %s",
+                name,
+                what,
+                ", ".join(map(str, metrics)),
+            )
+        return score
 
     def _load_callback_states(self) -> None:
         experiment = self._folder.experiment
@@ -242,7 +293,7 @@ class Recorder:
                 last_first.callback(self._logs.forget_errors)
             last_first.callback(self._chores.shutdown)
             if not has_failed:
-                last_first.callback(self._checkpoints.move_to_memory)
+                last_first.callback(self._move_to_memory)
             for writer in self._writers:
                 last_first.callback(writer.close)
         self._writers = []
@@ -260,86 +311,6 @@ def _console(run_config: RunConfig) -> list[ConsoleReporter]:
     if run_config.log_to_file:
         logger.warning("`log_to_file` is for the trials of a `Tuner`; run the program with `| tee log.txt`")
     return [ConsoleReporter(run_config.verbose)] if run_config.verbose else []
-
-
-class KeptCheckpoints:
-    """Keeps the best checkpoints of a run and the newest one, and deletes all others.
-
-    Args:
-        folder: The trial's folder, which contains the checkpoints.
-        config: The user's rule for which checkpoints to keep.
-        chores: Background thread that deletes checkpoints.
-
-    Attributes:
-        latest: The newest checkpoint; None before the first checkpoint.
-        report: The report that came with the newest checkpoint. A restarted run continues the report's counters.
-    """
-
-    def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:
-        self._folder = folder
-        self._attribute = config.checkpoint_score_attribute
-        self._rule = BestCheckpoints(config.num_to_keep, config.checkpoint_score_order, num_newest=1)
-        self._keeps_none = config.num_to_keep == 0
-        self._chores = chores
-        self._saved: list[SavedCheckpoint[Kept]] = []
-        self._next = 0
-        self._once = Once()
-        self.latest: Checkpoint | None = None
-        self.report: Mapping[str, Any] = {}
-
-    def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Add the checkpoints and reports that an earlier process of this run has stored."""
-        for checkpoint, report in read_checkpoints(self._folder.trial, reports):
-            self.keep(checkpoint, report)
-        # If the newest checkpoint has no report, the driver died between storing the checkpoint and writing the report.
-        if self.latest is not None and not self.report:
-            last = reports[-1] if reports else {}
-            self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
-
-    def keep(self, checkpoint: Checkpoint, metrics: Mapping[str, Any]) -> None:
-        """Add a new checkpoint, and delete checkpoints that the rule does not keep anymore."""
-        name = name_of(checkpoint)
-        number = (checkpoint_index(name) if name is not None else None) or self._next
-        self._next = number + 1
-        self.latest, self.report = checkpoint, metrics
-        new = SavedCheckpoint(number, self._score(metrics), (checkpoint, dict(metrics)))
-        self._saved, dropped = self._rule.divide([*self._saved, new])
-        for each in dropped:
-            self._delete(each)
-
-    @property
-    def best(self) -> list[Kept]:
-        """The checkpoints that were kept, including the newest, with their reports, from worst to best."""
-        return [each.content for each in replace(self._rule, num_best=None).best(self._saved)]
-
-    def move_to_memory(self) -> None:
-        """With `num_to_keep=0`, load the latest checkpoint into memory after a successful run and delete its files."""
-        if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
-            self.latest = Checkpoint.from_dict(self.latest.to_dict())
-            for each in self._saved:
-                self._delete(each)
-            self._saved = []
-
-    def _delete(self, saved: SavedCheckpoint[Kept]) -> None:
-        name = name_of(saved.content[0])
-        if name is not None:
-            self._chores.submit(attempt, f"delete {name}", (self._folder.trial / name).delete)
-
-    def _score(self, metrics: Mapping[str, Any]) -> float | None:
-        if self._attribute is None:
-            return None
-        value = value_at(metrics, self._attribute)
-        score = as_score(value)
-        if score is None and self._once.is_first(self._attribute):
-            what = "is missing" if value is None else f"is {value!r:.80}, not a number"
-            logger.error(
-                "`checkpoint_score_attribute=%r` %s in a report, so its checkpoint counts as the worst. The "
-                "report has: %s",
-                self._attribute,
-                what,
-                ", ".join(map(str, metrics)),
-            )
-        return score
 
 
 def name_of(checkpoint: Checkpoint) -> str | None:
