@@ -28,12 +28,10 @@ from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
 from raysgd.core.arguments import check_kind
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import CheckpointCorruptedError
+from raysgd.storage import Folder, open_folder
 
 if TYPE_CHECKING:
     import ray
-
-    from raysgd.storage import Folder
-
 
 __all__ = ["Checkpoint"]
 
@@ -103,7 +101,8 @@ class Checkpoint:
         if data_dict is not None:
             self._data = dict(_checked_dict(data_dict))
         elif obj_ref is None:
-            self._folder = _opened(path or local_path or uri, filesystem, named[0])
+            place: Any = path or local_path or uri
+            self._folder = place if isinstance(place, Folder) else open_folder(place, filesystem, argument=named[0])
 
     # -------------------------------------------------------------------------------------------------------- as a dict
 
@@ -379,12 +378,6 @@ class Checkpoint:
                 self._folder = None
 
 
-def _opened(place: Any, filesystem: Any, argument: str) -> Folder:
-    from raysgd.storage import Folder, open_folder
-
-    return place if isinstance(place, Folder) else open_folder(place, filesystem, argument=argument)
-
-
 def _storage(uri: str) -> Folder:
     """Return the `Folder` at a URI.
 
@@ -392,7 +385,7 @@ def _storage(uri: str) -> Folder:
         RuntimeError: No file system supports the URI.
     """
     try:
-        return _opened(uri, None, "uri")
+        return open_folder(uri, argument="uri")
     except ValueError as error:
         raise RuntimeError(str(error)) from error
 

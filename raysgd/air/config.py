@@ -236,7 +236,9 @@ class RunConfig:
         self.local_dir, self.sync_config = None, replace(self.sync_config, upload_dir=None)
         if self.storage_path is not None:
             open_folder(self.storage_path, self.storage_filesystem, argument="storage_path")
-        if self.name is not None and not _is_name(self.name):
+        name: Any = self.name
+        is_name = isinstance(name, str) and name.strip() not in ("", ".", "..") and not {"/", "\0"} & {*name}
+        if name is not None and not is_name:
             raise ValueError(
                 f"`name={masked(self.name)!r}`: need the name of a folder, without slashes, or None. "
                 "`storage_path` says where it is."
@@ -251,10 +253,6 @@ class RunConfig:
                 f'`stop={masked(self.stop)!r}`: need a dict such as `{{"training_iteration": 10}}`, a function of the '
                 "trial's id and its metrics, or None."
             )
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name.strip() not in ("", ".", "..") and not {"/", "\0"} & {*name}
 
 
 def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:

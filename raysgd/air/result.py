@@ -22,11 +22,10 @@ from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoi
 from raysgd.core.numbers.results import flattened, value_at
 from raysgd.core.text.secrets import masked
 from raysgd.core.writers.sinks import report_in
+from raysgd.storage import Folder, open_folder
 
 if TYPE_CHECKING:
     import pandas
-
-    from raysgd.storage import Folder
 
 __all__ = ["Result", "flattened", "read_reports", "value_at"]
 
@@ -132,8 +131,6 @@ class Result:
         Raises:
             RuntimeError: The folder does not exist or is not a trial's folder.
         """
-        from raysgd.storage import open_folder
-
         folder = open_folder(path, storage_filesystem)
         if not folder.exists() or not folder.has(RESULT_FILE):
             raise RuntimeError(

@@ -17,17 +17,15 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import UploadOptions
 from raysgd.core.engine.shared.types import World
 from raysgd.core.private_names import find_name
 from raysgd.core.text.log_lines import Once
 from raysgd.storage import Folder
-
-if TYPE_CHECKING:
-    from raysgd.air.checkpoint import Checkpoint
 
 T = TypeVar("T")
 
@@ -279,8 +277,6 @@ def get_checkpoint() -> Checkpoint | None:
     failure.
     """
     if (tune := tune_here()) is not None:
-        from raysgd.air.checkpoint import Checkpoint  # imported here because it loads the storage modules
-
         checkpoint = tune.get_checkpoint()
         return Checkpoint(checkpoint.path, checkpoint.filesystem) if checkpoint is not None else None
     session = session_or_warning("get_checkpoint")

@@ -61,7 +61,9 @@ class TrialFolder:
 
     Attributes:
         experiment: Folder of the experiment.
+        experiment_name: Name of the experiment's folder.
         trial: The trial's folder, which `Result.path` refers to.
+        is_local: True if the trial's files are on a local disk.
         dir_name: Name of the trial's folder.
         name: Name of the trial: the name of the trainer's class and the trial's id.
         id: Id of the trial, such as `1f3a9_00000`.
@@ -79,22 +81,14 @@ class TrialFolder:
             raise ValueError(f"`{dir_name}` is not the name of a trial's folder.")
         self.experiment = experiment
         self.dir_name = dir_name
+        self.experiment_name = experiment.name
         self.trial = experiment / dir_name
+        self.is_local = self.trial.is_local
         self.id = parts["id"]
         self.trainer_name = parts["trainer"]
         self.name = f"{self.trainer_name}_{self.id}"
         self.is_new, self.is_finished = is_new, is_finished
         self._staging: Path | None = None
-
-    @property
-    def experiment_name(self) -> str:
-        """The name of the experiment's folder."""
-        return self.experiment.name
-
-    @property
-    def is_local(self) -> bool:
-        """True if the trial's files are on a local disk."""
-        return self.trial.is_local
 
     @property
     def local_path(self) -> Path:

@@ -411,14 +411,6 @@ class RunCallbacks(Dispatcher):
         """True if a callback has called `run.stop`."""
         return self._own.run.is_stopping
 
-    def setup(self, stop: Any) -> None:
-        """Call `setup` of the Ray Tune callbacks. This is done once, before the first attempt of the run.
-
-        Args:
-            stop: The condition `RunConfig(stop=...)` that the user passed.
-        """
-        self._unless_failed(self.on, "setup", stop=stop, num_samples=1, total_num_samples=1)
-
     def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:
         """Call the callbacks' methods for the start of an attempt to run the training function.
 
@@ -429,7 +421,7 @@ class RunCallbacks(Dispatcher):
         """
         hooks = ["on_trial_recover"] * after_failure + ["on_trial_start"] + ["on_trial_restore"] * restores
         for hook in hooks:
-            self._on(hook)
+            self.tell(hook)
         self._unless_failed(self._own.begin_run, num_reports)
 
     def report(self, result: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
@@ -441,8 +433,8 @@ class RunCallbacks(Dispatcher):
             result: The report.
             events: All events of the run so far in which workers were lost, added or replaced.
         """
-        self._on("on_step_begin")
-        self._on("on_trial_result", result=dict(result))
+        self.tell("on_step_begin")
+        self.tell("on_trial_result", result=dict(result))
         self._unless_failed(self._own.report, result, events)
 
     def save(self, checkpoint: Any) -> None:
@@ -450,22 +442,15 @@ class RunCallbacks(Dispatcher):
 
         Call this method before you update `trial.checkpoint`, as Ray Tune does.
         """
-        self._on("on_checkpoint", checkpoint=checkpoint)
+        self.tell("on_checkpoint", checkpoint=checkpoint)
         _, place = checkpoint.get_internal_representation()
         if isinstance(place, str):  # with `num_to_keep=0`, the checkpoint is in memory and has no place
             self._unless_failed(self._own.tell, "on_checkpoint", place)
 
-    def saved(self) -> None:
-        """Call `on_trial_save` of the Ray Tune callbacks.
-
-        Call this method after you have updated `trial.checkpoint`.
-        """
-        self._on("on_trial_save")
-
     def end_step(self) -> None:
         """Call `on_step_end` of the Ray Tune callbacks, after a report was processed."""
         self._iteration += 1
-        self._on("on_step_end")
+        self.tell("on_step_end")
 
     def end_run(self, error: BaseException | None) -> None:
         """Call the methods of all callbacks for the end of the run, even if a callback fails.
@@ -499,7 +484,8 @@ class RunCallbacks(Dispatcher):
                 self.call(callback, "set_state", states[index])
         self._own.load_states(states.get(len(self.callbacks), ()))
 
-    def _on(self, hook: str, **info: Any) -> None:
+    def tell(self, hook: str, **info: Any) -> None:
+        """Call a method of the Ray Tune callbacks, with the trial. See `on` for the arguments."""
         trial = self._trial
         self._unless_failed(self.on, hook, iteration=self._iteration, trials=[trial], trial=trial, **info)
 

@@ -112,7 +112,13 @@ class Checkpointing(WritesFiles):
         self.keep_last = _count_or_none("keep_last", keep_last, "None keeps all; `resume_from` needs the newest.")
         self.max_failures = _count_or_none("max_failures", max_failures, "None never ends the run.")
         self._metric = WatchedMetric("Checkpointing", metric, mode) if metric is not None else None
-        self.keep_best = self._checked_keep_best(keep_best)
+        if keep_best is None:
+            keep_best = 0 if self._metric is None else 1
+        if not checks.is_integer(keep_best) or keep_best < 0:
+            raise ValueError(f"`keep_best={keep_best!r}`: need a number of files, 0 or more.")
+        if keep_best and self._metric is None:
+            raise ValueError(f"`keep_best={keep_best}` needs a `metric`, such as `metric='val_loss'`.")
+        self.keep_best = int(keep_best)
         checks.refuse_text(restore_best_at_end=restore_best_at_end, blocking=blocking)
         self.blocking = bool(blocking)
         self.restore_best_at_end = bool(restore_best_at_end)
@@ -123,20 +129,11 @@ class Checkpointing(WritesFiles):
         self._current = self._given
         self._saved: list[Saved] = []
         self._num_failures = 0
-        self._unsaved: Saved | None = None
-        self._rated: tuple[tuple[int, int], float | None] | None = None
+        self._unsaved: tuple[int, int] | None = None
+        self._scores: dict[tuple[int, int], float | None] = {}
         self._in_flight: tuple[Saved, SubmittedWrite, Callable[[], None]] | None = None
         self._end: str | None = None
         self._is_loaded = False
-
-    def _checked_keep_best(self, keep_best: Any) -> int:
-        if keep_best is None:
-            return 0 if self._metric is None else 1
-        if not checks.is_integer(keep_best) or keep_best < 0:
-            raise ValueError(f"`keep_best={keep_best!r}`: need a number of files, 0 or more.")
-        if keep_best and self._metric is None:
-            raise ValueError(f"`keep_best={keep_best}` needs a `metric`, such as `metric='val_loss'`.")
-        return int(keep_best)
 
     # ---------------------------------------------------------------------------------------------- the checkpoints
 
@@ -202,7 +199,7 @@ class Checkpointing(WritesFiles):
             self._saved = []
         self._is_loaded = False
         self._current, self._num_failures, self._unsaved, self._end = folder, 0, None, None
-        self._rated = self._in_flight = None
+        self._scores, self._in_flight = {}, None
         try:
             self._look_around()
         except OSError as error:
@@ -217,12 +214,12 @@ class Checkpointing(WritesFiles):
         """
         self._finish_write(run, waits=False)
         if run.validates_beside:
-            self._save_if_due(run, None)
+            self._save_epoch(run)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
         """Remember the metric of a validation inside an epoch, in case a file is saved at the same step."""
         if self._metric is not None:
-            self._rated = (run.epoch, run.step), self._metric.value_inside(run, metrics)
+            self._scores[run.epoch, run.step] = self._metric.value_inside(run, metrics)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Save the epoch if `every_n_epochs` requires this, or if the last save has failed.
@@ -230,25 +227,21 @@ class Checkpointing(WritesFiles):
         If validation runs concurrently with training, `on_epoch_trained` has already saved the epoch if a save was due.
         In this case, only store its metric.
         """
-        score = self._metric.value_in(result) if self._metric is not None else None
-        if run.validates_beside:
-            self._rate(run, score)
-        else:
-            self._save_if_due(run, score)
+        epoch = run.epoch, 0
+        self._scores = {number: score for number, score in self._scores.items() if number >= epoch}
+        if self._metric is not None:
+            self._scores[epoch] = self._metric.value_in(result)
+        if not run.validates_beside:
+            self._save_epoch(run)
+            return
+        self._finish_write(run)
+        score = self._scores.get(epoch)
+        self._keep_some_of(run, [replace(each, score=score) if each.number == epoch else each for each in self._saved])
 
-    def _save_if_due(self, run: Run, score: float | None) -> None:
-        self._unsaved = SavedCheckpoint((run.epoch, 0), score, _name_of(run.epoch, 0))
+    def _save_epoch(self, run: Run) -> None:
+        self._unsaved = run.epoch, 0
         if run.epoch % self.every_n_epochs == 0 or self._num_failures:
             self._save(run, self._unsaved, blocking=self.blocking)
-
-    def _rate(self, run: Run, score: float | None) -> None:
-        """Store `score`, the metric of epoch `run.epoch`, for this epoch's file. Delete files that are not kept."""
-        self._finish_write(run)
-        epoch = (run.epoch, 0)
-        rated = [replace(each, score=score) if each.number == epoch else each for each in self._saved]
-        if self._unsaved is not None and self._unsaved.number == epoch:
-            self._unsaved = replace(self._unsaved, score=score)
-        self._keep_some_of(run, rated)
 
     def _pause_at(self, global_step: int) -> int | None:
         self._paused_at, every = global_step, self.every_n_steps
@@ -274,9 +267,7 @@ class Checkpointing(WritesFiles):
         number = run.epoch, run.step
         if self._saved and self._saved[-1].number == number:
             return
-        known = self._unsaved if self._unsaved is not None and self._unsaved.number == number else None
-        score = self._rated[1] if self._rated is not None and self._rated[0] == number else None
-        self._save(run, known or SavedCheckpoint(number, score, _name_of(*number)), blocking=blocking)
+        self._save(run, number, blocking=blocking)
         self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
@@ -295,10 +286,11 @@ class Checkpointing(WritesFiles):
         if error is None and self.restore_best_at_end and best is not None:
             run.trainer.load(best)  # type: ignore[union-attr]
 
-    def _save(self, run: Run, new: Saved, *, blocking: bool = True) -> None:
+    def _save(self, run: Run, number: tuple[int, int], *, blocking: bool = True) -> None:
         self._finish_write(run)
+        new = SavedCheckpoint(number, self._scores.get(number), _name_of(*number))
         before = self._saved
-        others = [each for each in before if each.number != new.number]
+        others = [each for each in before if each.number != number]
         # `run.save` also stores this list, as this callback's state, in the file beside the checkpoint. If a checkpoint
         # is written in the background, older checkpoints stay in the list until the new checkpoint is complete.
         self._saved, dropped = self._divide(run, [*others, new]) if blocking else ([*others, new], [])

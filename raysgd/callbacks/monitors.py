@@ -92,7 +92,11 @@ class GoodputMonitor(Callback):
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Add the goodput, and the seconds that each activity took, to the result."""
         if run.trainer is None:
-            self._of_function(run, result)
+            events, seconds = run.history.events[self._num_events :], _seconds_of(result)
+            self._num_events += len(events)
+            recovery = min(seconds, sum(event.seconds for event in events if event.is_failure))
+            if seconds > 0:
+                result.update(goodput=1.0 - recovery / seconds, time_recovery_s=recovery)
             return
         ledger = run.trainer.ledger()
         total = ledger.total()
@@ -103,13 +107,6 @@ class GoodputMonitor(Callback):
             result["goodput"] = goodput
         per_rank = {name: seconds / len(ledger.ranks) for name, seconds in spent.items() if seconds > 0}
         result.update({f"time_{name}_s": seconds for name, seconds in per_rank.items()})
-
-    def _of_function(self, run: Run, result: dict[str, Any]) -> None:
-        events, seconds = run.history.events[self._num_events :], _seconds_of(result)
-        self._num_events += len(events)
-        recovery = min(seconds, sum(event.seconds for event in events if event.is_failure))
-        if seconds > 0:
-            result.update(goodput=1.0 - recovery / seconds, time_recovery_s=recovery)
 
 
 def _seconds_of(result: Mapping[str, Any]) -> float:

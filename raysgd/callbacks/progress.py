@@ -61,7 +61,9 @@ class ProgressBar(Callback):
     """
 
     def __init__(self, metrics: Sequence[str] | None = None, stream: Any = None) -> None:
-        self._metrics = _checked_names(metrics)
+        if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics or ()):
+            raise TypeError(f"`metrics={metrics!r}`: need a list of names, such as `metrics=['train_loss']`.")
+        self._metrics = None if metrics is None else tuple(metrics)
         self._stream, self._drawn = stream, cast("LineBar | None", None)
         self._once = Once()
         self._num_workers: int | None = None
@@ -189,14 +191,6 @@ def _label_of_call(progress: CallProgress) -> str:
         return ""
     of = f"/{progress.num_epochs}" if progress.num_epochs else ""
     return f"epoch {progress.epoch_idx + 1}{of}"
-
-
-def _checked_names(metrics: Any) -> tuple[str, ...] | None:
-    if metrics is None:
-        return None
-    if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics):
-        raise TypeError(f"`metrics={metrics!r}`: need a list of names, such as `metrics=['train_loss']`.")
-    return tuple(metrics)
 
 
 class LineBar:
@@ -363,19 +357,17 @@ def lines_above(stream: Any) -> Iterator[None]:
         stream: The stream on which the bar is drawn.
     """
     wrapper = require("tqdm.contrib", extra="progress").DummyTqdmFile
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    handlers = [handler for each in loggers for handler in getattr(each, "handlers", ())]
     with contextlib.ExitStack() as stack:
         for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
             before = getattr(sys, name)
             if before is stream or (before is not None and before.isatty()):
                 above = wrapper(stream)
                 stack.enter_context(redirect(above))
-                for handler in _handlers_of(before):  # log handlers keep the stream with which they were created
+                for handler in dict.fromkeys(handlers):  # log handlers keep the stream with which they were created
+                    if type(handler) is not logging.StreamHandler or handler.stream is not before:
+                        continue
                     stack.callback(handler.setStream, before)
                     handler.setStream(above)
         yield
-
-
-def _handlers_of(stream: Any) -> list[logging.StreamHandler[Any]]:
-    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return [each for each in dict.fromkeys(handlers) if type(each) is logging.StreamHandler and each.stream is stream]

@@ -107,7 +107,6 @@ class TestInRunConfig:
     def test_callbacks_see_reports_and_losses_and_stop_the_run(self, trial: FitTrialView) -> None:
         notes = Notes(stops_at=2)
         callbacks = RunCallbacks([notes], trial)
-        callbacks.setup(None)
         callbacks.start(after_failure=False, restores=False)
         callbacks.report({"loss": 1.0, "training_iteration": 1, "pid": 7})
         assert not callbacks.is_stopping

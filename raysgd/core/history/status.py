@@ -14,7 +14,6 @@ from raysgd.core.engine.gathering import quiet_s
 from raysgd.core.engine.monitor import ask_heartbeats
 from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.engine.shared.types import Heartbeat, SamplesUsed
-from raysgd.core.engine.snapshots import Snapshots
 from raysgd.core.history.readable import counted, event_lines
 from raysgd.core.numbers.timing import BINS, TimeLedger
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
@@ -176,20 +175,16 @@ class TrainerStatus:
         return rows
 
     def _worker_rows(self) -> list[tuple[str, ...]]:
-        return [_row(workers) for workers in self._shown_together()]
-
-    def _shown_together(self) -> list[list[WorkerStatus]]:
-        """Group the workers into rows of the status. With more than 16 workers, workers in the same phase share a row.
+        """Return the rows of the status. With more than 16 workers, workers in the same phase share a row.
 
         Workers in different epochs don't share a row, and the straggler always has a separate row.
         """
-        if len(self.workers) <= _MOST_ALONE:
-            return [[worker] for worker in self.workers]
         alike: dict[Any, list[WorkerStatus]] = {}
         for worker in self.workers:
             place = (worker.heartbeat.phase, worker.heartbeat.epoch) if worker.heartbeat is not None else None
-            alike.setdefault((worker.rank == self.straggler, place), []).append(worker)
-        return list(alike.values())
+            is_alone = len(self.workers) <= _MOST_ALONE or worker.rank == self.straggler
+            alike.setdefault(worker.rank if is_alone else place, []).append(worker)
+        return [_row(workers) for workers in alike.values()]
 
 
 def find_straggler(own_s: Sequence[float | None]) -> int | None:
@@ -253,6 +248,10 @@ def compose(
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
     records = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
     present = monitor.samples_per_s if monitor.is_on else None
+    snapshot, kept = None, controller.snapshots
+    if kept.landed_at is not None:
+        age_s = time.monotonic() - kept.landed_at
+        snapshot = SnapshotStatus(age_s, len(kept.calls_since), kept.is_inside, kept.calls_since_s, kept.is_coming)
     return TrainerStatus(
         workers=workers,
         num_wanted=controller.scaling.max_workers,
@@ -266,18 +265,11 @@ def compose(
         num_restored=history.count("restored"),
         num_resizes=sum(event.old_size != event.new_size for event in history.events if event.kind != "started"),
         events=tuple(history.events),
-        snapshot=_snapshot_status(controller.snapshots),
-        snapshot_pace=controller.snapshots.pace.words() if controller.spec.captures else "",
+        snapshot=snapshot,
+        snapshot_pace=kept.pace.words() if controller.spec.captures else "",
         has_session_ended=has_ended,
         recovery=controller.recovery.doing,
     )
-
-
-def _snapshot_status(snapshots: Snapshots) -> SnapshotStatus | None:
-    if snapshots.landed_at is None:
-        return None
-    age_s, num_calls = time.monotonic() - snapshots.landed_at, len(snapshots.calls_since)
-    return SnapshotStatus(age_s, num_calls, snapshots.is_inside, snapshots.calls_since_s, snapshots.is_coming)
 
 
 def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:

@@ -23,8 +23,7 @@ from raysgd.air.trial import FitTrialView, TrialFolder
 from raysgd.core.imports import pickle_modules_by_name
 from raysgd.core.text.secrets import has_secret, masked
 from raysgd.storage import Folder, open_folder
-from raysgd.train.fit.output import pickled
-from raysgd.train.fit.recorder import RUN_FILE
+from raysgd.train.fit.recorder import RUN_FILE, pickled
 
 logger = logging.getLogger(__name__)
 

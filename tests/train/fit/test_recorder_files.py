@@ -17,8 +17,8 @@ from raysgd.air.constants import CSV_LOGGER, JSON_LOGGER, TENSORBOARD_LOGGER
 from raysgd.air.result import read_reports
 from raysgd.core.writers.sinks import SafeSink, as_json
 from raysgd.storage import open_folder
-from raysgd.train.fit.output import open_writers, shown_config, write_error
-from raysgd.train.fit.output import write_params as write_parameters
+from raysgd.train.fit.recorder import open_writers, shown_config, write_error
+from raysgd.train.fit.recorder import write_params as write_parameters
 from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events, lines_in
 
