@@ -79,7 +79,7 @@ class Accounts:
         self._began = clock()
         self._accounts: dict[int, _Account] = {}
         self._known: dict[str, timing.TimeSpent] = {}
-        self._has_trained = self._is_over = False
+        self._has_trained = False
         self._call = math.inf, math.inf  # when the last training call started and ended
         self._waited_s = 0.0
         self._once = Once()
@@ -126,10 +126,6 @@ class Accounts:
         """Return the seconds in training calls that each rank has reported, by rank."""
         with self._lock:
             return {rank: timing.seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
-
-    def note_end(self) -> None:
-        """Record that the trainer was shut down."""
-        self._is_over = True
 
     def note_times(self, heartbeats: Mapping[int, Heartbeat]) -> None:
         """Record the times that the ranks' heartbeats report. Ignore heartbeats that report no times."""
@@ -195,8 +191,8 @@ class Accounts:
         """Return how each rank has spent its time. Ranks that no longer exist are included.
 
         Args:
-            num_ranks: Number of ranks in the current group. If given, the ledger mentions ranks that have not reported
-                yet.
+            num_ranks: Number of ranks in the current group. The ledger mentions ranks that have not reported yet. None
+                if the trainer was shut down, which the ledger then says.
         """
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
         # While the driver waits for a validation, the ranks report time between calls. Move this time to its own bin.
@@ -208,12 +204,12 @@ class Accounts:
 
     def _notes(self, num_ranks: int | None) -> list[str]:
         notes = []
-        if self._is_over:
+        if num_ranks is None:
             notes.append("the trainer was shut down, the ledger ends there")
         if not self._has_trained:
             notes.append("no training call was made yet")
         silent = [rank for rank in range(num_ranks or 0) if rank not in self._accounts]
-        if silent and not self._is_over:
+        if silent:
             notes.append(f"{named(silent)} {'has' if len(silent) == 1 else 'have'} not answered yet")
         accounts = self._accounts.values()
         if (

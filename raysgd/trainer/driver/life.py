@@ -324,11 +324,7 @@ class Figures:
         return replace(status, ledger=self.accounts.ledger(len(status.workers)))
 
     def end(self) -> None:
-        """Record in the time ledger that the trainer has ended.
-
-        In Ray's metrics, set the trainer's numbers of workers and its throughput to 0.
-        """
-        self.accounts.note_end()
+        """In Ray's metrics, set the trainer's numbers of workers and its throughput to 0."""
         self._gauges.report_end()
 
 

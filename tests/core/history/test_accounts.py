@@ -128,7 +128,6 @@ def test_a_ledger_says_what_is_missing(accounts: Accounts) -> None:
     ):
         found.of(1)
     assert accounts.ledger(1000).notes == ("ranks 1-999 have not answered yet",)
-    accounts.note_end()
     assert accounts.ledger().notes == ("the trainer was shut down, the ledger ends there",)
 
 
@@ -190,7 +189,7 @@ def test_another_process_continues_the_accounts_by_its_own_clock(accounts: Accou
     others = Accounts(later)
     others.take_over(pickle.loads(pickle.dumps(accounts.kept())))
     assert of(others, 0) == of(accounts, 0)
-    assert others.ledger().notes == accounts.ledger().notes == ()
+    assert others.ledger(1).notes == accounts.ledger(1).notes == ()
     before = others.in_calls()
     others.begin_call()
     later.now += 20
