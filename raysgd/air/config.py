@@ -236,9 +236,9 @@ class RunConfig:
         self.local_dir, self.sync_config = None, replace(self.sync_config, upload_dir=None)
         if self.storage_path is not None:
             open_folder(self.storage_path, self.storage_filesystem, argument="storage_path")
-        name: Any = self.name
-        is_name = isinstance(name, str) and name.strip() not in ("", ".", "..") and not {"/", "\0"} & {*name}
-        if name is not None and not is_name:
+        own: Any = self.name
+        is_name = isinstance(own, str) and own.strip() not in ("", ".", "..") and not {"/", "\0"} & {*own}
+        if own is not None and not is_name:
             raise ValueError(
                 f"`name={masked(self.name)!r}`: need the name of a folder, without slashes, or None. "
                 "`storage_path` says where it is."

@@ -113,7 +113,6 @@ class EMA(AveragedWeights):
             raise ValueError(f"`decay={decay!r}`: need a number from 0 to less than 1, such as 0.999.")
         super().__init__()
         self.decay = float(decay)
-        self._saw_a_step = False  # True if an optimizer has stepped in the current epoch
 
     def on_begin(self, operator: Any) -> None:
         super().on_begin(operator)
@@ -132,7 +131,7 @@ class EMA(AveragedWeights):
             raise ValueError("The state of `EMA` does not match, so nothing was loaded: it has no averages.")
 
     def on_epoch_begin(self, operator: Any) -> None:
-        self._saw_a_step = False
+        self._saw_a_step = False  # True if an optimizer has stepped in the current epoch
 
     def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
         optimizers = optimizers_of(operator)
@@ -175,7 +174,6 @@ class SWA(AveragedWeights):
         self.start_epoch = checks.check_count("start_epoch", start_epoch, "Epochs count from 1.")
         self.every_n_epochs = checks.check_count("every_n_epochs", every_n_epochs, "1 takes every epoch.")
         super().__init__()
-        self._num_epochs = self._num_updates = 0
 
     def on_begin(self, operator: Any) -> None:
         super().on_begin(operator)

@@ -108,7 +108,6 @@ class Checkpointing(WritesFiles):
         if every_minutes is not None:
             checks.check_seconds("every_minutes", every_minutes, may_be_least=False)
         self._pauses = every_n_steps is not None or every_minutes is not None
-        self._paused_at, self._saved_at = 0, time.monotonic()
         self.keep_last = _count_or_none("keep_last", keep_last, "None keeps all; `resume_from` needs the newest.")
         self.max_failures = _count_or_none("max_failures", max_failures, "None never ends the run.")
         self._metric = WatchedMetric("Checkpointing", metric, mode) if metric is not None else None
@@ -128,11 +127,7 @@ class Checkpointing(WritesFiles):
         self._rule = BestCheckpoints(self.keep_best, order, num_newest=self.keep_last)
         self._current = self._given
         self._saved: list[Saved] = []
-        self._num_failures = 0
-        self._unsaved: tuple[int, int] | None = None
-        self._scores: dict[tuple[int, int], float | None] = {}
         self._in_flight: tuple[Saved, SubmittedWrite, Callable[[], None]] | None = None
-        self._end: str | None = None
         self._is_loaded = False
 
     # ---------------------------------------------------------------------------------------------- the checkpoints
@@ -198,8 +193,10 @@ class Checkpointing(WritesFiles):
         if folder != self._current or is_new:
             self._saved = []
         self._is_loaded = False
-        self._current, self._num_failures, self._unsaved, self._end = folder, 0, None, None
-        self._scores, self._in_flight = {}, None
+        self._current, self._num_failures, self._in_flight = folder, 0, None
+        self._unsaved: tuple[int, int] | None = None
+        self._scores: dict[tuple[int, int], float | None] = {}
+        self._end: str | None = None
         try:
             self._look_around()
         except OSError as error:

@@ -234,8 +234,8 @@ class EarlyStopping(Callback):
                 self._metric.name,
             )
 
-    def _judge(self, run: Run, value: float) -> None:
-        reason = self._reason_to_stop(value)
+    def _judge(self, run: Run, value: float | None) -> None:
+        reason = self._reason_to_stop(value) if value is not None else None
         if reason is not None:
             run.stop(reason)
 

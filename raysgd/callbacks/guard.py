@@ -54,13 +54,6 @@ class Guard(WorkerCallback):
         if rewind is not None and not (is_integer(rewind) and rewind >= 1):
             raise ValueError(f"`rewind={rewind!r}`: need a number of steps, at least 1, or None.")
         self._raises, self._spike, self._most, self._rewind = nonfinite == "raise", spike, max_skipped, rewind
-        self._step = self._completed = 0  # the step that is judged, and the last one before it
-        # The state: the latest norms of each optimizer, the overflows in a row, the epoch, and its steps left out.
-        self._norms: dict[int, list[float]] = {}
-        self._num_overflows, self._epoch, self._skipped = 0, -1, list[int]()
-        self._losses: Any = 0.0  # 0 if all losses of the step are finite, otherwise NaN
-        self._buffers: list[Any] = []
-        self._copies: list[tuple[int, Callable[[], None]]] = []  # number of completed steps, and how to restore them
 
     def on_begin(self, operator: Any) -> None:
         internals = operator._raysgd
@@ -71,7 +64,12 @@ class Guard(WorkerCallback):
             )
         if self._rewind is not None and is_sharded(operator):
             raise ValueError('`Guard(rewind=...)` does not work with `strategy="fsdp"`: omit `rewind`.')
-        self._norms, self._num_overflows, self._epoch, self._skipped = {}, 0, -1, []
+        self._step = self._completed = 0  # the step that is judged, and the last one before it
+        # The state: the latest norms of each optimizer, the overflows in a row, the epoch, and its steps left out.
+        self._norms: dict[int, list[float]] = {}
+        self._num_overflows, self._epoch, self._skipped = 0, -1, list[int]()
+        self._losses: Any = 0.0  # 0 if all losses of the step are finite, otherwise NaN
+        self._copies: list[tuple[int, Callable[[], None]]] = []  # number of completed steps, and how to restore them
 
     def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
         if leg["obstacle"] is not None:

@@ -81,12 +81,8 @@ class GoodputMonitor(Callback):
     reduce this goodput.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
-        self._num_events = 0
-
     def on_run_begin(self, run: Run) -> None:
-        self._before = {} if run.trainer is None else run.trainer.ledger().total()
+        self._before: dict[str, float] = {} if run.trainer is None else run.trainer.ledger().total()
         self._num_events = len(run.history.events)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -121,13 +117,10 @@ class GradientNorms(WorkerCallback):
     optimizers, the names are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
     """
 
-    def __init__(self) -> None:
+    def on_begin(self, operator: Any) -> None:
         # For each optimizer: the sum, the number and the maximum of the norms in this epoch, and the number of skipped
         # steps.
         self._totals: dict[int, list[Any]] = {}
-
-    def on_begin(self, operator: Any) -> None:
-        self._totals = {}
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         norm, index = norm_of(operator, optimizer), index_of(operator, optimizer)
@@ -165,15 +158,8 @@ def _is_row(row: Any, num_optimizers: int) -> bool:
 
     The norms may be infinite or NaN, as in a run without a loss scale that diverges. The numbers of steps may not.
     """
-    if not isinstance(row, list) or len(row) != 5 or not all(type(each) in (int, float) for each in row):
-        return False
-    index, total, count, largest, num_overflows = row
-    return (
-        type(index) is int
-        and 0 <= index < num_optimizers
-        and all(0 <= each <= _MOST_STEPS for each in (count, num_overflows))
-        and all(type(each) is float or abs(each) <= _MOST_STEPS for each in (total, largest))
-    )
+    is_of_kind = isinstance(row, list) and list(map(type, row)) == [int, float, float, float, float]
+    return is_of_kind and 0 <= row[0] < num_optimizers and all(0 <= row[place] <= _MOST_STEPS for place in (2, 4))
 
 
 def norm_of(operator: Any, optimizer: Any) -> Any:

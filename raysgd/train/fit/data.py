@@ -135,16 +135,16 @@ class DatasetShards(DividedData):
         if not is_data_config(config):
             config = DataConfig([name for name in datasets if _config_of(name, config).split])
         # None if a `configure` of the user decides which datasets are sharded.
-        self._splits = config.splits if getattr(type(config), "configure", None) is DataConfig.configure else None
-        for name, dataset in datasets.items() if self._splits is not None else ():
-            if self._splits(name) and not is_of_ray(dataset) and not hasattr(dataset, "split"):
+        splits = config.splits if getattr(type(config), "configure", None) is DataConfig.configure else None
+        for name, dataset in datasets.items():
+            if splits is not None and splits(name) and not is_of_ray(dataset) and not hasattr(dataset, "split"):
                 raise TypeError(
                     f"`datasets[{name!r}]` is a `{type(dataset).__name__}`, which cannot be sharded across the "
                     "workers: need a dataset of Ray Data, or something with `split(n, equal=True)`. To give every "
                     "worker all of it, pass `dataset_config=raysgd.train.DataConfig(datasets_to_split=[...])` without "
                     "this name."
                 )
-        self._datasets = dict(datasets)
+        self._datasets, self._splits = dict(datasets), splits
         self._config = config
         self._has_warned = False
 

@@ -38,7 +38,6 @@ _DEEPEST = 50
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
 logger = logging.getLogger(__name__)
 _once = Once()
-_TRAVELS = ("data_dict", "object_ref")  # checkpoints to send to the driver; others are folders, which workers store
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _FOREIGN = (
     "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
@@ -140,7 +139,7 @@ class FitSession(Session):
         checkpoint to the driver as a dict. If the run writes no files, send checkpoint folders in this way, too.
         """
         self._is_newest_stored = False
-        if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
+        if checkpoint.uri is not None and self.facts.keeps_files:  # it is a folder
             if options.is_async:
                 self._upload = RayThreads().start(lambda: self._store(data, checkpoint, options), "raysgd-upload")
             else:
