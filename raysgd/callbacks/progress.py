@@ -66,10 +66,11 @@ class ProgressBar(Callback):
         self._metrics = None if metrics is None else tuple(metrics)
         self._stream, self._drawn = stream, cast("LineBar | None", None)
         self._once = Once()
+        self._num_workers: int | None = None
+        self._began = time.monotonic()
 
     def on_run_begin(self, run: Run) -> None:
-        self._drawn, self._began = None, time.monotonic()
-        self._num_workers: int | None = None
+        self._drawn, self._num_workers, self._began = None, None, time.monotonic()
 
     def on_progress(self, run: Run, progress: CallProgress) -> None:
         self._show(progress, self._label(run))

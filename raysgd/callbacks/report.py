@@ -66,9 +66,10 @@ class HTMLReport(WritesFiles):
         self._given = given_path("path", path)
         self._warned = Once()
         self._rest_until = 0.0
+        self._steps: list[dict[str, Any]] = []
 
     def on_run_begin(self, run: Run) -> None:
-        self._steps: list[dict[str, Any]] = []
+        self._steps = []
         self._write(run, "running")
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
