@@ -38,6 +38,7 @@ from raysgd.train._worker.messages import (
     Message,
     Question,
     RanksMet,
+    Request,
     TrainingResultType,
     is_mere_report,
 )
@@ -88,6 +89,7 @@ class FunctionRun:
         self._leaving = leaving or Leaving()
         self._know_of_signal = False  # True once `get_preemption_info` has reported a signal to the functions
         self._queues = MessageQueues()
+        self._answer = b""  # to the question that the functions have asked, pickled
         self._attempt: int | None = None  # `workers.num_started` when the function was last started
         self._joined_attempt: int | None = None
         self._num_changes = 0  # `workers.num_changes` when the function was last started
@@ -289,7 +291,7 @@ class FunctionRun:
             starts = [start] * len(worlds)  # one object for all ranks, so that the engine pickles it only once
         else:
             starts = [(spec, shared, workers.store(part)) for part in parts]
-        self._attempt = workers.num_started
+        self._attempt, self._answer = workers.num_started, b""  # the function will ask its questions again
         return starts
 
     @property
@@ -374,24 +376,20 @@ class FunctionRun:
                 # If a rank's message is still missing, the other ranks are already past the last checkpoint. A restart
                 # would lose what they have done since that checkpoint.
                 self.may_restart = self.may_restart and self._queues.has_step
-            messages = self._queues.take_step()
+            messages, self._answer = self._queues.take_step(), b""
             questions = questions_in(messages)
             if not questions:
                 return messages
-            answer = answer_to(questions, self._find_preemption)
-            self._call(
-                FunctionReplica.answer,
-                lambda worlds, answer=answer: [(answer, *start) for start in self._starts(worlds)],
-            )
+            self._answer = answer_to(questions, self._find_preemption)
 
     def _told_to_take(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Return each rank's arguments for the remote call of `FunctionReplica.next_messages`."""
         starts, queues = self._starts(worlds), self._queues
         queues.follow(self._attempt, self._members)
-        index, by_key = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
+        request, by_key = Request(self._checkpoints.next_index, self._answer), dict[Any, tuple[Any, ...]]()
         # Ranks with equal arguments get the same tuple, so that the engine pickles it only once.
         return [
-            by_key.setdefault(key, (index, *key[:2], *start))
+            by_key.setdefault(key, (request, *key[:2], *start))
             for rank, start in enumerate(starts)
             for key in [(queues.is_needed(rank), queues.num_taken(rank) if self._spec.is_elastic else 0, id(start))]
         ]

@@ -78,8 +78,7 @@ class CheckpointTaker(ABC):
     Checkpoints are received one after another in a thread, while the training functions continue.
 
     Attributes:
-        next_index: Number of the next checkpoint, for workers that store checkpoints themselves; None if workers store
-            no checkpoints.
+        next_index: Number of the next checkpoint, for workers that store checkpoints themselves.
         landing: Future of the newest checkpoint: of the stored checkpoint, or of None if it was lost. None before the
             first checkpoint.
 
@@ -87,7 +86,7 @@ class CheckpointTaker(ABC):
         restart_point: The checkpoint that the run starts from; None to start from the beginning.
     """
 
-    next_index: int | None = None
+    next_index = 0
 
     def __init__(self, restart_point: Any = None) -> None:
         self._restart_point = restart_point
@@ -407,7 +406,7 @@ class FitCheckpoints(CheckpointTaker):
     ) -> None:
         super().__init__(begin_from)
         self._folder = folder
-        self.next_index: int = next_index
+        self.next_index = next_index
         self._metadata = dict(metadata or {})
         self._preprocessor = preprocessor
         self._on_attempt = on_attempt

@@ -184,7 +184,7 @@ def test_a_rank_is_told_the_number_of_a_checkpoint_when_all_before_it_were_taken
         [[[FunctionMessage(REPORT, 1), saved], [FunctionEnded()]], [reports(10), reports(20), [FunctionEnded()]]]
     )
     assert steps_of(run_on(group)) == [(1, 10), (2, 20)]
-    assert [[index for index, _, _ in told] for told in group.told] == [[0, 0], [0, 0], [1, 1]]
+    assert [[request.index for request, _, _ in told] for told in group.told] == [[0, 0], [0, 0], [1, 1]]
 
 
 class Storing(Group):

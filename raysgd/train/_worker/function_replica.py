@@ -27,6 +27,7 @@ from raysgd.exceptions import TrainBackendError
 from raysgd.train import constants
 from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import (
+    NO_WORDS,
     CheckpointRef,
     FunctionEnded,
     FunctionMessage,
@@ -35,6 +36,7 @@ from raysgd.train._worker.messages import (
     Message,
     PendingCheckpoints,
     Question,
+    Request,
     TrainingResultType,
     is_mere_report,
 )
@@ -134,11 +136,8 @@ class FunctionReplica:
         open_session(self._session)
         self._session.mailbox.start()
 
-    def next(self, index: int | None = None) -> Message:
+    def next(self, request: Request = NO_WORDS) -> Message:
         """Wait for the function's next message and return it. If the function is muted, skip its reports.
-
-        Args:
-            index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
 
         Raises:
             TrainBackendError: No function is running.
@@ -149,9 +148,9 @@ class FunctionReplica:
         if session is None:
             raise TrainBackendError("no function is running in this worker: call `start_training` first")
         try:
-            message = session.mailbox.next_message(index)
+            message = session.mailbox.next_message(request)
             while session.is_muted and is_mere_report(message):
-                message = session.mailbox.next_message(index)
+                message = session.mailbox.next_message(request)
         except SystemExit:
             _leave_process()
             raise
@@ -182,7 +181,7 @@ class FunctionReplica:
             self.run_function(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
 
     def next_messages(
-        self, index: int | None, is_needed: bool, num_taken: int = 0, *start: Any
+        self, request: Request, is_needed: bool, num_taken: int = 0, *start: Any
     ) -> list[Message] | HeldAtStep:
         """Return the function's next messages. If `is_needed` is True, wait for the first of them.
 
@@ -190,7 +189,7 @@ class FunctionReplica:
         This method raises the same exceptions as `next`.
 
         Args:
-            index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
+            request: What the driver tells the function.
             is_needed: True to wait for a message. False to return no new message, because the driver still has an
                 unread message from this worker, or the worker does not report yet.
             num_taken: Number of messages that the driver has received, for functions that continue in place. Later
@@ -203,12 +202,12 @@ class FunctionReplica:
         if self._unconfirmed:
             return list(self._unconfirmed)
         try:
-            messages = [self.next(index)] if is_needed else []
+            messages = [self.next(request)] if is_needed else []
         except _WaitBrokenOff:
             assert self._membership is not None, "only functions that go on are held"
             return HeldAtStep(self._membership.num_done, None)
         while messages and self._has_more_behind(messages):
-            messages.append(self.next(index))
+            messages.append(self.next(request))
         return messages
 
     def _has_more_behind(self, messages: Sequence[Message]) -> bool:
@@ -217,15 +216,6 @@ class FunctionReplica:
         if session is None or session.is_muted or not is_mere_report(messages[-1]):
             return False
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
-
-    def answer(self, value: Any, *start: Any) -> None:
-        """Pass the driver's answer to the question that the function has asked.
-
-        If this call starts the function, the answer is dropped, because the function will ask the question again.
-        """
-        self.start(*start)
-        if not start and self._session is not None:
-            self._session.mailbox.answer(value)
 
     def mute(self, *start: Any) -> None:
         """Discard the function's reports from now on, so that it does not wait until they are read.
@@ -513,7 +503,8 @@ class Session:
         """
         if self.membership is not None and self.membership.is_new:
             raise RuntimeError(f"`{name}` was called before the first batch, so no new worker can join. Call it later.")
-        return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
+        self.mailbox.offer(Question(name, cloudpickle.dumps(data)))
+        return pickle.loads(self.mailbox.await_request().answer)
 
     def _send_metrics(self, data: Any) -> None:
         """Send metrics without a checkpoint to the driver.

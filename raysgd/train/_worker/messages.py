@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd.exceptions import OnFailure
 
@@ -74,6 +74,8 @@ class FunctionMessage:
 @dataclass(frozen=True)
 class Question:
     """A question that the functions of all ranks ask the driver at the same point.
+
+    The answer comes with the driver's next `Request`.
 
     Attributes:
         name: Name of the library function that asks the question, such as `broadcast_from_rank_zero`.
@@ -145,6 +147,22 @@ class FunctionSpec:
     has_parts: bool = False
 
 
+class Request(NamedTuple):
+    """What the driver tells a function when it requests the next message.
+
+    Attributes:
+        index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
+        answer: Answer to the question that was the function's last message, pickled.
+    """
+
+    index: int = 0
+    answer: bytes = b""
+
+
+NO_WORDS = Request()
+"""A request in which the driver tells the function nothing."""
+
+
 class RunCancelled(BaseException):
     """Raised inside `report` or `save_checkpoint` to stop the user's function. Its messages are not read anymore.
 
@@ -173,9 +191,8 @@ class Mailbox:
         self._num_offered = self._num_taken = 0
         self._is_cancelled = False
         self._is_wanted = False
-        self._told: Any = None
-        self._answers: list[Any] = []
-        self._is_asking = self._is_holding = False
+        self._told = NO_WORDS
+        self._is_holding = False
         self._broken: BaseException | None = None
         self._ended: FunctionEnded | None = None
         self.error: BaseException | None = None
@@ -226,8 +243,8 @@ class Mailbox:
         if self._is_cancelled:
             raise RunCancelled
 
-    def await_request(self) -> Any:
-        """Block the function until `next_message` is called again. Return the value that was passed to that call.
+    def await_request(self) -> Request:
+        """Block the function until `next_message` is called again. Return the `Request` that was passed to that call.
 
         Raises:
             RunCancelled: No further message will be read.
@@ -236,40 +253,19 @@ class Mailbox:
             self._hold_until(lambda: self._is_wanted and not self._messages)
             return self._told
 
-    def ask(self, question: Any) -> Any:
-        """Send a question from the function to the driver and wait for the answer.
-
-        Raises:
-            RunCancelled: The question will not be answered.
-        """
-        with self._changed:
-            self._is_asking = True
-        self.offer(question)
-        with self._changed:
-            self._hold_until(lambda: bool(self._answers))
-            return self._answers.pop()
-
-    def answer(self, value: Any) -> None:
-        """Answer the question that the function has asked, unless it was answered already."""
-        with self._changed:
-            if self._is_asking:
-                self._is_asking = False
-                self._answers.append(value)
-                self._changed.notify_all()
-
-    def next_message(self, answer: Any = None) -> Any:
+    def next_message(self, request: Request = NO_WORDS) -> Any:
         """Wait for the next message and return it.
 
         Return a `FunctionEnded` if the function has returned or was stopped by `cancel`.
 
         Args:
-            answer: Value that the function receives as the result of `await_request`.
+            request: What the driver tells the function, which receives it as the result of `await_request`.
 
         Raises:
             BaseException: The exception that the function raised, or that was passed to `break_off`.
         """
         with self._changed:
-            self._is_wanted, self._told = True, answer
+            self._is_wanted, self._told = True, request
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._messages or self.is_over or self._broken)
             if self._messages:

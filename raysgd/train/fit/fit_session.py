@@ -174,7 +174,7 @@ class FitSession(Session):
         A rank above 0 sends the metrics first. The driver answers with the names of files to leave out, because lower
         ranks have files with the same names.
         """
-        name = checkpoint_name(self.mailbox.await_request())
+        name = checkpoint_name(self.mailbox.await_request().index)
         target = self.facts.folder.staged(name)
         with checkpoint.as_directory() as path:
             source = Path(path)

@@ -13,7 +13,14 @@ from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.train import session
 from raysgd.train._function_run import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.messages import CheckpointRef, FunctionEnded, FunctionMessage, RanksMet, TrainingResultType
+from raysgd.train._worker.messages import (
+    NO_WORDS,
+    CheckpointRef,
+    FunctionEnded,
+    FunctionMessage,
+    RanksMet,
+    TrainingResultType,
+)
 from tests.train.replicas import begin, user_keys
 
 TWO = {"one": 0, "another": 0}
@@ -90,7 +97,7 @@ def take_all(replica: FunctionReplica) -> list[Any]:
     """All messages to the end, as they come."""
     found: list[Any] = []
     while not found or not isinstance(found[-1], FunctionEnded):
-        messages = replica.next_messages(None, True)
+        messages = replica.next_messages(NO_WORDS, True)
         assert messages
         found += messages
     return found
@@ -103,7 +110,7 @@ def test_a_function_sends_all_that_waits_at_once_and_nothing_where_nothing_is_ne
 
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=9)
-    assert replica.next_messages(None, False) == []
+    assert replica.next_messages(NO_WORDS, False) == []
     *reports, end = take_all(replica)
     assert [user_keys(each) for each in reports] == [{"number": number} for number in range(5)]
     assert end == FunctionEnded()
@@ -117,7 +124,7 @@ def test_an_answer_ends_however_fast_the_function_reports() -> None:
 
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=3)
-    assert all(1 <= len(replica.next_messages(None, True)) <= 4 for _ in range(50))
+    assert all(1 <= len(replica.next_messages(NO_WORDS, True)) <= 4 for _ in range(50))
     assert replica.end_function()
 
 
@@ -138,7 +145,7 @@ def test_nothing_comes_in_one_answer_with_the_checkpoint_before_it() -> None:
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=9)
     assert is_behind.wait(120)  # the first checkpoint imports Ray
-    [checkpoint] = replica.next_messages(None, True)
+    [checkpoint] = replica.next_messages(NO_WORDS, True)
     assert checkpoint.checkpoint_ref is not None
     behind = take_all(replica)
     assert user_keys(behind[0]) == {"a": 2}
@@ -153,15 +160,15 @@ def test_what_the_driver_has_not_got_is_sent_again_where_functions_go_on() -> No
     replica = FunctionReplica(World(0, 2))
     begin(replica, train, is_elastic=True)
     assert replica.replica_progress().obstacle == "the function has not taken a step yet"
-    [first] = replica.next_messages(None, True, 0)
-    assert replica.next_messages(None, True, 0) == [first], "the answer was lost"
-    [second] = replica.next_messages(None, True, 1)
+    [first] = replica.next_messages(NO_WORDS, True, 0)
+    assert replica.next_messages(NO_WORDS, True, 0) == [first], "the answer was lost"
+    [second] = replica.next_messages(NO_WORDS, True, 1)
     assert user_keys(second) == {"number": 1}
-    assert replica.next_messages(None, False, 1) == [second]
-    assert replica.next_messages(None, False, 2) == []
-    assert user_keys(*replica.next_messages(None, True, 2)) == {"number": 2}
-    assert replica.next_messages(None, True, 3) == [FunctionEnded("end")]
-    assert replica.next_messages(None, True, 3) == [FunctionEnded("end")]
+    assert replica.next_messages(NO_WORDS, False, 1) == [second]
+    assert replica.next_messages(NO_WORDS, False, 2) == []
+    assert user_keys(*replica.next_messages(NO_WORDS, True, 2)) == {"number": 2}
+    assert replica.next_messages(NO_WORDS, True, 3) == [FunctionEnded("end")]
+    assert replica.next_messages(NO_WORDS, True, 3) == [FunctionEnded("end")]
 
 
 def test_a_function_that_raised_or_never_began_does_not_go_on() -> None:
@@ -172,7 +179,7 @@ def test_a_function_that_raised_or_never_began_does_not_go_on() -> None:
     assert replica.replica_progress().obstacle == "no function was started here"
     begin(replica, train, is_elastic=True)
     with pytest.raises(ZeroDivisionError):
-        replica.next_messages(None, True)
+        replica.next_messages(NO_WORDS, True)
     assert "raised ZeroDivisionError('mine')" in str(replica.replica_progress().obstacle)
 
 
@@ -188,9 +195,9 @@ def test_a_broken_group_ends_the_wait_for_a_message_and_not_the_function() -> No
     membership: Any = replica._membership
     membership.note_broken(ConnectionResetError("gone"))
     with pytest.raises(ConnectionResetError):
-        replica.next_messages(None, True)
+        replica.next_messages(NO_WORDS, True)
     membership.leave()
     replica.regroup(World(0, 1), StateHandover())
     goes_on.set()
-    assert user_keys(*replica.next_messages(None, True)) == {"number": 1, "rank": 0}
-    assert replica.next_messages(None, True, 1) == [FunctionEnded()]
+    assert user_keys(*replica.next_messages(NO_WORDS, True)) == {"number": 1, "rank": 0}
+    assert replica.next_messages(NO_WORDS, True, 1) == [FunctionEnded()]

@@ -10,7 +10,7 @@ from raysgd.core.state.state_codec import lend
 from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.messages import FunctionEnded
+from raysgd.train._worker.messages import NO_WORDS, FunctionEnded
 from raysgd.train.backend import Backend
 from tests.helpers.run_if import RunIf
 from tests.train.replicas import begin, spec, user_keys
@@ -55,7 +55,7 @@ class TestTheReplica:
 
     def test_starts_a_function_as_part_of_a_step_if_told_how(self, replica: FunctionReplica) -> None:
         packed = lend({"epoch": 2})
-        assert replica.next_messages(None, True, 0, spec(session.load_checkpoint), packed, None) == [
+        assert replica.next_messages(NO_WORDS, True, 0, spec(session.load_checkpoint), packed, None) == [
             FunctionEnded({"epoch": 2})
         ]
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from raysgd.train._worker.messages import FunctionEnded, Mailbox, PendingCheckpoints
+from raysgd.train._worker.messages import FunctionEnded, Mailbox, PendingCheckpoints, Request
 
 
 def start(function, num_ahead: int = 0):  # type: ignore[no-untyped-def]
@@ -92,20 +92,26 @@ def test_what_a_function_raises_comes_after_all_messages_that_wait() -> None:
 
 
 def test_a_question_waits_among_the_messages_and_the_function_for_its_answer() -> None:
-    def function(mailbox: Mailbox) -> list[str]:
+    def function(mailbox: Mailbox) -> list[bytes]:
         mailbox.offer(0, may_wait=True)
-        return [mailbox.ask("first"), mailbox.ask("second")]
+        answers = []
+        for question in ("first", "second"):
+            mailbox.offer(question)
+            answers.append(mailbox.await_request().answer)
+        return answers
 
     mailbox = start(function, num_ahead=5)
     assert [mailbox.next_message(), mailbox.next_message()] == [0, "first"]
-    mailbox.answer("one")
-    assert mailbox.next_message() == "second"
-    mailbox.answer("two")
-    assert mailbox.next_message() == FunctionEnded(["one", "two"])
+    assert mailbox.next_message(Request(answer=b"one")) == "second"
+    assert mailbox.next_message(Request(answer=b"two")) == FunctionEnded([b"one", b"two"])
 
 
 def test_a_question_that_is_not_answered_ends_with_the_run() -> None:
-    mailbox = start(lambda mailbox: mailbox.ask("first"))
+    def function(mailbox: Mailbox) -> None:
+        mailbox.offer("first")
+        mailbox.await_request()
+
+    mailbox = start(function)
     assert mailbox.next_message() == "first"
     assert mailbox.cancel(60)
 

@@ -25,7 +25,7 @@ from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session
 from raysgd.train._worker.function_replica import FunctionReplica
-from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, FunctionSpec
+from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, FunctionSpec, Request
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.fit_session import FitSession, without_tensors
@@ -83,20 +83,20 @@ Start = Callable[..., FunctionReplica]
 
 class TestReports:
     def test_say_where_they_come_from_if_asked(self, start: Start) -> None:
-        answer = message(start(lambda: session.report({"loss": 1}), is_detailed=True).next(0))
+        answer = message(start(lambda: session.report({"loss": 1}), is_detailed=True).next(Request(0)))
         assert answer.data["loss"] == 1
         assert set(answer.data) - {"loss"} == DETAILED_AUTOFILLED_KEYS
 
     def test_carry_the_metrics_of_rank_0_as_they_are(self, start: Start) -> None:
         for rank, expected in ((0, {"loss": 1}), (1, None)):
             replica = start(lambda: session.report({"loss": 1}), rank)
-            assert message(replica.next(0)).data == expected
-            assert replica.next(0) == FunctionEnded()
+            assert message(replica.next(Request(0))).data == expected
+            assert replica.next(Request(0)) == FunctionEnded()
 
     def test_come_before_what_the_function_returns_which_leaves_the_worker_if_it_is_plain(self, start: Start) -> None:
-        assert start(lambda: threading.Lock()).next(0) == FunctionEnded(None)
-        assert start(lambda: [threading.Lock()]).next(0) == FunctionEnded(None)
-        assert start(lambda: {"losses": [0.5, None]}).next(0) == FunctionEnded({"losses": [0.5, None]})
+        assert start(lambda: threading.Lock()).next(Request(0)) == FunctionEnded(None)
+        assert start(lambda: [threading.Lock()]).next(Request(0)) == FunctionEnded(None)
+        assert start(lambda: {"losses": [0.5, None]}).next(Request(0)) == FunctionEnded({"losses": [0.5, None]})
 
     def test_take_copies_of_tensors(self) -> None:
         torch = pytest.importorskip("torch")
@@ -141,7 +141,7 @@ class TestKeywordsOfReports:
     def test_that_have_one_meaning(
         self, start: Start, keywords: dict[str, Any], metrics: dict[str, Any], has_checkpoint: bool
     ) -> None:
-        answer = message(start(lambda: session.report(**keywords)).next(0))
+        answer = message(start(lambda: session.report(**keywords)).next(Request(0)))
         data = decode(answer.data, copy=True) if isinstance(answer.data, EncodedState) else answer.data
         assert (data, answer.checkpoint_ref is not None) == (metrics, has_checkpoint)
 
@@ -161,12 +161,12 @@ class TestKeywordsOfReports:
     )
     def test_that_have_none_are_refused(self, start: Start, keywords: dict[str, Any]) -> None:
         with pytest.raises(TypeError, match=r"`report` accepts either|need a `raysgd\.air\.Checkpoint`"):
-            start(lambda: session.report(**keywords)).next(0)
+            start(lambda: session.report(**keywords)).next(Request(0))
 
     @pytest.mark.parametrize("keyword", ["metrics", "loss"])
     def test_do_not_stand_beside_a_dict(self, start: Start, keyword: str) -> None:
         with pytest.raises(TypeError, match="`report` accepts either"):
-            start(lambda: session.report({"loss": 1}, **{keyword: {"b": 2}})).next(0)
+            start(lambda: session.report({"loss": 1}, **{keyword: {"b": 2}})).next(Request(0))
 
 
 class TestCheckpoints:
@@ -178,9 +178,9 @@ class TestCheckpoints:
             seen.append(session.get_checkpoint())
 
         replica = start(loop)
-        ref = message(replica.next(0)).checkpoint_ref
+        ref = message(replica.next(Request(0))).checkpoint_ref
         assert not ref.is_stored
-        assert replica.next(1) == FunctionEnded()
+        assert replica.next(Request(1)) == FunctionEnded()
         assert seen[0].to_dict() == {"epoch": 3}
         assert not folder.exists()
 
@@ -195,13 +195,13 @@ class TestCheckpoints:
             seen.append(session.get_checkpoint())
 
         replica = start(loop)
-        assert message(replica.next(6)).checkpoint_ref is None
-        ref = message(replica.next(7)).checkpoint_ref
+        assert message(replica.next(Request(6))).checkpoint_ref is None
+        ref = message(replica.next(Request(7))).checkpoint_ref
         assert ref.is_stored
         assert folder.staged("checkpoint_000007").read("weights") == b"1"
         assert folder.committed() == []
         folder.commit("checkpoint_000007")
-        assert replica.next(8) == FunctionEnded()
+        assert replica.next(Request(8)) == FunctionEnded()
         assert seen[0].path == str(folder.local_path / "checkpoint_000007")
 
     def test_a_folder_has_nothing_of_what_a_lost_rank_has_half_stored(
@@ -211,7 +211,7 @@ class TestCheckpoints:
         replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), 1, is_elastic=True)
         replica.regroup(World(0, 1), StateHandover())
         replica.start()
-        message(replica.next(1))
+        message(replica.next(Request(1)))
         assert folder.staged("checkpoint_000001").names() == ["weights"]
 
     @pytest.mark.parametrize(("deletes", "is_deleted"), [(None, True), (False, False)])
@@ -232,10 +232,10 @@ class TestCheckpoints:
 
         replica = start(loop)
         assert went_on.wait(60), "the driver has not asked for anything yet"
-        assert message(replica.next(7)).data == {"epoch": 1}
+        assert message(replica.next(Request(7))).data == {"epoch": 1}
         assert folder.staged("checkpoint_000007").read("weights") == b"1"
         folder.commit("checkpoint_000007")
-        assert replica.next(8) == FunctionEnded()
+        assert replica.next(Request(8)) == FunctionEnded()
         assert seen[0].path == str(folder.local_path / "checkpoint_000007")
         assert own.exists() is not is_deleted
 
@@ -246,7 +246,7 @@ class TestCheckpoints:
             lambda: session.report({}, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
         )
         with pytest.raises(OSError, match="own"):
-            replica.next(0)
+            replica.next(Request(0))
 
     @pytest.mark.parametrize(
         ("option", "message"),
@@ -260,7 +260,7 @@ class TestCheckpoints:
     )
     def test_what_is_not_done_with_them_is_refused(self, start: Start, option: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            start(lambda: session.report({}, checkpoint=SAVED, **option)).next(0)
+            start(lambda: session.report({}, checkpoint=SAVED, **option)).next(Request(0))
 
     def test_folders_of_other_ranks_are_stored_when_the_names_that_are_taken_are_known(
         self, start: Start, folder: Folder, own: Path
@@ -268,7 +268,7 @@ class TestCheckpoints:
         (own / "parts").mkdir()
         (own / "parts" / "1").write_bytes(b"1")
         replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), rank=1)
-        ref = message(replica.next(7)).checkpoint_ref
+        ref = message(replica.next(Request(7))).checkpoint_ref
         assert ref.token is not None
         assert set(ref.files) == {"weights", "parts/1"}
         staged = folder.staged("checkpoint_000007")
@@ -277,7 +277,7 @@ class TestCheckpoints:
         assert staged.names() == ["weights"]
         assert replica.store(ref.token, ["weights"])
         assert (staged.names(), staged.read("weights"), staged.read("parts/1")) == (["parts", "weights"], b"0", b"1")
-        assert replica.next(8) == FunctionEnded()
+        assert replica.next(Request(8)) == FunctionEnded()
         assert not replica.store(ref.token, [])
 
     def test_a_folder_that_cannot_be_stored_is_an_error_of_the_function(
@@ -286,11 +286,11 @@ class TestCheckpoints:
         (own / "a").mkdir()
         (own / "a" / "b").touch()
         replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), rank=1)
-        ref = message(replica.next(0)).checkpoint_ref
+        ref = message(replica.next(Request(0))).checkpoint_ref
         folder.staged("checkpoint_000000").write("a", b"a file where a folder is to be")
         assert not replica.store(ref.token, [])
         with pytest.raises(OSError, match="could not copy"):
-            replica.next(1)
+            replica.next(Request(1))
 
     def test_a_function_begins_from_what_the_driver_sends(self, folder: Folder) -> None:
         def begun_from(given: Any) -> Any:
@@ -306,7 +306,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize("function", [session.load_checkpoint, partial(session.save_checkpoint, epoch=1)])
     def test_the_functions_of_the_other_trainer_say_what_to_use(self, start: Start, function: Any) -> None:
         with pytest.raises(SessionMisuseError, match="In a function that `fit` runs"):
-            start(function).next(0)
+            start(function).next(Request(0))
 
 
 class TestTheContext:
@@ -327,7 +327,7 @@ class TestTheContext:
             seen["metadata"] = session.get_metadata()
             seen["storage"] = context.get_storage()
 
-        start(loop, 1, metadata={"a": 1}).next(0)
+        start(loop, 1, metadata={"a": 1}).next(Request(0))
         assert seen["place"] == [2, 1, 1, 2, 0]
         assert seen["trial"] == ["run", "trial_1", "1"]
         assert seen["dir"] == str(folder.local_path)
@@ -355,13 +355,13 @@ class TestData:
     def test_is_found_by_its_name_and_none_by_another(self, start: Start, caplog: pytest.LogCaptureFixture) -> None:
         seen: list[Any] = []
         names = ["train", "other", None]
-        start(lambda: seen.extend(map(session.get_dataset_shard, names)), shard={"train": [1, 2]}).next(0)
+        start(lambda: seen.extend(map(session.get_dataset_shard, names)), shard={"train": [1, 2]}).next(Request(0))
         assert seen == [[1, 2], None, [1, 2]]
         assert "there is no dataset 'other' (available: ['train'])" in caplog.text
 
     def test_has_to_be_named_where_there_are_several(self, start: Start) -> None:
         with pytest.raises(RuntimeError, match=r"\['a', 'b'\]"):
-            start(session.get_dataset_shard, shard={"a": [], "b": []}).next(0)
+            start(session.get_dataset_shard, shard={"a": [], "b": []}).next(Request(0))
 
 
 class TestSurroundings:
@@ -377,13 +377,13 @@ class TestSurroundings:
     def test_the_function_works_in_the_folder_of_the_trial(self, start: Start, tmp_path: Path) -> None:
         before, seen = os.getcwd(), []
         workdir = tmp_path / "there" / "work"
-        assert start(lambda: seen.append(os.getcwd()), workdir=str(workdir)).next(0) == FunctionEnded()
+        assert start(lambda: seen.append(os.getcwd()), workdir=str(workdir)).next(Request(0)) == FunctionEnded()
         assert (seen, os.getcwd()) == ([str(workdir)], before)
 
     def test_a_session_function_of_ray_is_an_error_with_advice(self, start: Start) -> None:
         foreign = pytest.importorskip("ray.train")
         with pytest.raises(SessionMisuseError, match=r"Import `raysgd\.train` instead of `ray\.train`"):
-            start(lambda: foreign.report({"loss": 1})).next(0)
+            start(lambda: foreign.report({"loss": 1})).next(Request(0))
 
     def test_reports_of_ray_tune_are_those_of_the_run(self, start: Start, own: Path) -> None:
         tune = pytest.importorskip("ray.tune")
@@ -395,17 +395,17 @@ class TestSurroundings:
             seen.append(tune.get_checkpoint())
 
         replica = start(loop)
-        assert message(replica.next(0)).data == {"loss": 1}
-        assert replica.next(0) == FunctionEnded()
+        assert message(replica.next(Request(0))).data == {"loss": 1}
+        assert replica.next(Request(0)) == FunctionEnded()
         assert seen[0] is None
         assert Path(seen[1].path).name == "checkpoint_000000"
 
     def test_what_else_ray_asks_its_session_is_an_error_with_advice(self, start: Start) -> None:
         foreign = pytest.importorskip("ray.air.session")
         pytest.importorskip("ray.tune")
-        assert start(lambda: foreign.report({"loss": 1})).next(0) != FunctionEnded()
+        assert start(lambda: foreign.report({"loss": 1})).next(Request(0)) != FunctionEnded()
         with pytest.raises(SessionMisuseError, match=r"instead of `ray\.air\.session`\. `trial_dir` was requested"):
-            start(foreign.get_trial_dir).next(0)
+            start(foreign.get_trial_dir).next(Request(0))
 
     def test_a_run_of_wandb_has_the_names_of_the_trial(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("ray.tune")
@@ -414,11 +414,11 @@ class TestSurroundings:
         monkeypatch.setenv("WANDB_START_METHOD", "fork")  # Ray sets it
         started: list[dict[str, Any]] = []
         fake = SimpleNamespace(init=lambda **options: started.append(options))
-        assert start(lambda: wandb.setup_wandb({"lr": 1}, _wandb=fake)).next(0) == FunctionEnded()
+        assert start(lambda: wandb.setup_wandb({"lr": 1}, _wandb=fake)).next(Request(0)) == FunctionEnded()
         assert [(run["id"], run["name"], run["group"], run["config"]) for run in started] == [
             ("1", "trial_1", "run", {"lr": 1})
         ]
 
     def test_any_other_warning_stays_one(self, start: Start) -> None:
         with warnings.catch_warnings(record=True):
-            assert start(lambda: warnings.warn("other", UserWarning, stacklevel=1)).next(0) == FunctionEnded()
+            assert start(lambda: warnings.warn("other", UserWarning, stacklevel=1)).next(Request(0)) == FunctionEnded()
