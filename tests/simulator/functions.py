@@ -141,8 +141,8 @@ class Rank:
             return True
         if session.membership is not None:
             with session.membership._changed:
-                session.membership._is_open, session.membership._is_broken = True, False
-                session.membership._is_placed, session.membership._verdict = True, False
+                session.membership.is_usable = session.membership._is_placed = True
+                session.membership._verdict = False
                 session.membership._changed.notify_all()
         return session.mailbox.cancel(_HANGS_S)
 

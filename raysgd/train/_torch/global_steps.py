@@ -311,13 +311,13 @@ class GlobalSteps:
                 )
         mark = self._open = self._membership.open_batch(place, has_trained)
         self._at, self._is_left = at, False
-        if not mark.has_failed and place is not self._met:
+        if not self._membership.has_failed and place is not self._met:
             self._met = place
             if not self._membership.meet(place, self._meet):
                 self._membership.fail()
         self._weight, self._has_batch, self._has_exchanged, self._num_steps = weight, True, False, 0
         for model in self._models:
-            model.require_backward_grad_sync = not mark.has_failed
+            model.require_backward_grad_sync = not self._membership.has_failed
         self._begin_undo()
         return mark
 

@@ -46,7 +46,6 @@ class BatchStart:
 
     num_done: int
     num_failed: int
-    has_failed: bool
 
 
 class Membership:
@@ -70,6 +69,7 @@ class Membership:
     Attributes:
         place: The current group, and the function's rank in it.
         num_done: Number of steps that counted.
+        is_usable: True if this rank is in a group, and the group is not known to be broken.
         has_failed: True if the current batch has failed and will be repeated. Also True in a new worker before its
             first batch.
         flaw: Reason why the function can never continue in another group; None if there is no such reason.
@@ -90,8 +90,8 @@ class Membership:
         self._next: World | None = None
         self._batch: GroupPlace | None = None
         self._num_failed = 0
-        self._is_open, self._is_broken = not is_new, False
-        self._is_placed, self.is_at_first_batch = not is_new, False
+        self.is_usable = self._is_placed = not is_new
+        self.is_at_first_batch = False
         self._num_in_use = 0
         self._is_waiting = False
         self._is_agreeing = False
@@ -103,7 +103,7 @@ class Membership:
         """Wait until this worker is in a group that is not known to be broken. Return the function's `GroupPlace`."""
         with self._changed:
             self.is_at_first_batch = True
-            self._wait_until(lambda: self._is_open and not self._is_broken)
+            self._wait_until(lambda: self.is_usable)
             return self.place
 
     def await_place(self) -> None:
@@ -133,10 +133,11 @@ class Membership:
             The function's progress, for a comparison at the end of the batch.
         """
         with self._changed:
+            start = BatchStart(self.num_done, self._num_failed)
             self._batch = place
             self.has_failed = has_trained and self._num_failed < place.number
             self._num_failed += self.has_failed
-            return BatchStart(self.num_done, self._num_failed, self.has_failed)
+            return start
 
     def has_repeated(self, mark: BatchStart) -> bool:
         """Return True if a batch has failed.
@@ -144,7 +145,7 @@ class Membership:
         Args:
             mark: The result of `open_batch` for the batch.
         """
-        return mark.has_failed or self._num_failed != mark.num_failed
+        return self._num_failed != mark.num_failed
 
     def begin_exchange(self) -> bool:
         """Return True if the function may communicate with other ranks for its current batch.
@@ -152,9 +153,8 @@ class Membership:
         If True is returned, call `end_exchange` after the communication. If False is returned, the batch has failed.
         """
         with self._changed:
-            is_usable = self._is_open and not self._is_broken and self._batch is self.place
-            if self.has_failed or not is_usable:
-                self._fail()
+            if self.has_failed or not self.is_usable or self._batch is not self.place:
+                self.fail()
                 return False
             self._num_in_use += 1
             return True
@@ -168,8 +168,8 @@ class Membership:
         with self._changed:
             self._num_in_use -= 1
             if broken is not None:
-                self._break(broken)
-                self._fail()
+                self.note_broken(broken)
+                self.fail()
             self._changed.notify_all()
 
     def count_step(self, agree: Callable[[], BaseException | None]) -> bool:
@@ -200,7 +200,7 @@ class Membership:
                 self.num_done += 1
                 self._changed.notify_all()
                 return True
-            self._break(broken)
+            self.note_broken(broken)
             self._wait_until(lambda: self._verdict is not None)
             return bool(self._verdict)
 
@@ -219,13 +219,9 @@ class Membership:
         broken: BaseException | None = None
         try:
             broken = exchange()
+            number = self.place.number  # read before `end_exchange`, after which the group may change
         finally:
-            with self._changed:
-                self._num_in_use -= 1
-                number = self.place.number
-                if broken is not None:
-                    self._break(broken)
-                self._changed.notify_all()
+            self.end_exchange(broken)
         if broken is None:
             self._mailbox.post(RanksMet(number))
         return broken is None
@@ -242,18 +238,10 @@ class Membership:
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """Mark the current batch as failed. Called if the group is found to be broken when the batch starts."""
+        """Mark the current batch as failed."""
         with self._changed:
-            self._fail()
-
-    def _fail(self) -> None:
-        self._num_failed += not self.has_failed
-        self.has_failed = True
-
-    def _break(self, error: BaseException) -> None:
-        if self._is_open and not self._is_broken:
-            self._is_broken = True
-            self._mailbox.break_off(error)
+            self._num_failed += not self.has_failed
+            self.has_failed = True
 
     # --------------------------------------------------------------------------------------------------- the driver
 
@@ -272,15 +260,12 @@ class Membership:
             while not is_so() and not self._mailbox.is_held and (deadline is None or time.monotonic() < deadline):
                 self._changed.wait(_LOOK_S)
 
-    @property
-    def is_usable(self) -> bool:
-        """True if this rank is in a group, and the group is not known to be broken."""
-        return self._is_open and not self._is_broken
-
     def note_broken(self, error: BaseException) -> None:
         """Mark the group as broken, even if no collective of the function has failed yet."""
         with self._changed:
-            self._break(error)
+            if self.is_usable:
+                self.is_usable = False
+                self._mailbox.break_off(error)
 
     def leave(self) -> None:
         """Keep the function from using its group, and wait until its collectives in the group have failed.
@@ -291,7 +276,7 @@ class Membership:
             TimeoutError: A collective does not end in time.
         """
         with self._changed:
-            self._is_open = False
+            self.is_usable = False
             if not self._changed.wait_for(lambda: not self._num_in_use, _BREAKS_IN_S):
                 raise TimeoutError(f"an exchange with other ranks has not ended within {_BREAKS_IN_S:g} s")
             self._changed.wait_for(lambda: self._is_waiting or self._mailbox.is_held, _REST_S)
@@ -316,7 +301,7 @@ class Membership:
                 self._is_agreeing, self._verdict = False, is_behind
                 self.num_done += is_behind
                 if not is_behind:
-                    self._fail()
+                    self.fail()
             self._next = world
             if self.is_new:
                 self.place, self._is_placed = GroupPlace(self.place.number, world), True
@@ -333,5 +318,5 @@ class Membership:
             if self._next is None:
                 return
             self.place, self._next = GroupPlace(self.place.number + 1, self._next), None
-            self._is_open, self._is_broken = True, False
+            self.is_usable = True
             self._changed.notify_all()
