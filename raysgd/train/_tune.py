@@ -58,7 +58,7 @@ def make_trainable(
         MissingTuneError: Ray Tune is not installed.
     """
     return tune_trial.make_trainable(
-        lambda config, info: FunctionTrial(make_trainer, train_func, dataset, config, info, refuses_more_steps),
+        partial(FunctionTrial, make_trainer, train_func, dataset, refuses_more_steps),
         lambda config: bundles,
         "TrainTrainable",
         strategy=strategy,
@@ -73,10 +73,10 @@ class FunctionTrial:
         make_trainer: Creates the trainer, which writes to `logdir`.
         train_func: The training function.
         dataset: Dataset whose shards the function's workers receive.
-        config: The trial's config, which is passed to the function.
-        info: The trial's name, ID and folder.
         refuses_more_steps: True to raise an error if Tune requests another step after the function has finished. False
             to return the final result again.
+        config: The trial's config, which is passed to the function.
+        info: The trial's name, ID and folder.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class FunctionTrial:
         make_trainer: Callable[..., Trainer],
         train_func: Callable[..., Any],
         dataset: Any,
+        refuses_more_steps: bool,
         config: dict[str, Any],
         info: TrialInfo,
-        refuses_more_steps: bool = False,
     ) -> None:
         self._make_trainer, self._train_func, self._dataset = make_trainer, train_func, dataset
         self._config, self._logdir, self._refuses_more_steps = config, info.logdir / _FOLDER, refuses_more_steps

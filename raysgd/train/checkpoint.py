@@ -261,15 +261,7 @@ class CheckpointManager(CheckpointTaker):
     def __init__(self) -> None:
         super().__init__()
         self._latest: dict[str, Any] | None = None
-        self._prepare(None, CheckpointStrategy(), 0)
-
-    def _prepare(self, folder: Folder | None, strategy: CheckpointStrategy, latest_id: int) -> None:
-        self._folder = folder
-        self._strategy = strategy
-        self._rule = BestCheckpoints(strategy.num_to_keep, strategy.checkpoint_score_order)
-        self._saved: list[SavedCheckpoint[None]] = []
-        self._unwritten: SavedCheckpoint[dict[str, Any]] | None = None
-        self.latest_checkpoint_id = latest_id
+        self.begin_run(None)
 
     def begin_run(
         self,
@@ -290,8 +282,12 @@ class CheckpointManager(CheckpointTaker):
             self.flush()
         self._restart_point = checkpoint
         folder = run_dir if isinstance(run_dir, Folder | None) else open_folder(run_dir)
-        folder = folder and folder / TRAIN_CHECKPOINT_SUBDIR
-        self._prepare(folder, strategy or CheckpointStrategy(), latest_id or 0)
+        self._folder = folder and folder / TRAIN_CHECKPOINT_SUBDIR
+        self._strategy = strategy = strategy or CheckpointStrategy()
+        self._rule = BestCheckpoints(strategy.num_to_keep, strategy.checkpoint_score_order)
+        self._saved: list[SavedCheckpoint[None]] = []
+        self._unwritten: SavedCheckpoint[dict[str, Any]] | None = None
+        self.latest_checkpoint_id = latest_id or 0
 
     @property
     def score_attribute(self) -> str:

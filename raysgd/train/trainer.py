@@ -576,24 +576,20 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
     local = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}-", dir=_results()))
     logger.info("callbacks write to %s; this folder is uploaded to %s when the run ends", local, run_dir)
 
-    def save() -> None:
-        try:
-            _send(local, run_dir)
-        except StorageError as error:  # only log it, because the error that ended the run is raised
-            logger.error("%s", error)
-
-    with OnFailure(save):
-        yield local
-    _send(local, run_dir)
-
-
-def _send(local: Path, run_dir: Folder) -> None:
-    # Do not upload the checkpoints, which `fetch_checkpoints` has downloaded from the store.
-    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)
+    has_failed = True
     try:
-        run_dir.upload(local)
-    except StorageError as error:
-        raise StorageError(f"{error} The files of the callbacks are still in `{local}`.") from error
+        yield local
+        has_failed = False
+    finally:
+        # Do not upload the checkpoints, which `fetch_checkpoints` has downloaded from the store.
+        shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)
+        try:
+            run_dir.upload(local)
+        except StorageError as error:
+            text = f"{error} The files of the callbacks are still in `{local}`."
+            if not has_failed:
+                raise StorageError(text) from error
+            logger.error("%s", text)  # the error that ended the run is raised
 
 
 def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 def test_a_trial_goes_on_from_the_checkpoint_that_it_gave_away(tmp_path: Path) -> None:
     info = TrialInfo(tmp_path / "logs")
     trial = FunctionTrial(
-        lambda logdir: Trainer(BackendConfig(), logdir=logdir), lab.count_up, None, {"num_steps": 3}, info
+        lambda logdir: Trainer(BackendConfig(), logdir=logdir), lab.count_up, None, False, {"num_steps": 3}, info
     )
     try:
         steps = [trial.step() for _ in range(4)]

@@ -138,7 +138,10 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
         _accept_epochs(loader.sampler)
         return loader
     _check_batches(loader)
-    return _seeded(_over(loader, _divided_sampler(_sampler_of(loader), world, exact)), seed, world.rank)
+    sampler, batches = _divided_sampler(_sampler_of(loader), world, exact), loader.batch_sampler
+    if isinstance(batches, BatchSampler):
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    return _over(loader, sampler, batches, seed, world.rank)
 
 
 def is_divisible(loader: DataLoader[Any]) -> bool:
@@ -165,25 +168,28 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
         raise ValueError("`elastic=True` needs a loader with batches: pass `batch_size` to the loader.")
     whole = _divided_sampler(_sampler_of(loader), World(0, 1), exact=True)
     assert isinstance(whole, DrawnSampler), "parts are exact"
-    made = copy.copy(loader)
     joint = GlobalBatches(whole, batches.batch_size * world.size, batches.drop_last)
-    vars(made).update(sampler=whole, batch_sampler=joint, _iterator=None)
-    return _seeded(made, seed, world.rank)
+    return _over(loader, whole, joint, seed, world.rank)
 
 
-def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[Any]:
-    """Seed the loader's processes, with different seeds on each rank.
+def _over(
+    loader: DataLoader[Any], sampler: DistributedSampler[Any], batches: Any, seed: int | None, rank: int
+) -> DataLoader[Any]:
+    """Return a copy of the loader with different samplers, and different seeds for its processes on each rank.
 
     With equal seeds, all ranks would draw the same random augmentations. If `seed` is None, use the seed of the
-    loader's generator. Without a generator, the loader does not change.
+    loader's generator. Without a generator, the seeds do not change.
     """
+    made = copy.copy(loader)
+    # Set through `vars`, because `DataLoader` forbids assigning these attributes.
+    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     if seed is not None:
-        loader.worker_init_fn = partial(_seed_process, loader.worker_init_fn)
-    elif loader.generator is not None:
-        seed = loader.generator.initial_seed()
+        made.worker_init_fn = partial(_seed_process, made.worker_init_fn)
+    elif made.generator is not None:
+        seed = made.generator.initial_seed()
     if seed is not None:
-        loader.generator = torch.Generator().manual_seed(seed_of(seed, rank))
-    return loader
+        made.generator = torch.Generator().manual_seed(seed_of(seed, rank))
+    return made
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
@@ -224,16 +230,6 @@ def _divided_sampler(sampler: Any, world: World, exact: bool) -> DistributedSamp
     return DistributedSampler(
         sampler.data_source, num_replicas=world.size, rank=world.rank, shuffle=isinstance(order, ShuffledOrder)
     )
-
-
-def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
-    """Return a copy of the loader with a different sampler and otherwise the same options."""
-    made, batches = copy.copy(loader), loader.batch_sampler
-    if isinstance(batches, BatchSampler):
-        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    # Set through `vars`, because `DataLoader` forbids assigning these attributes.
-    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)
-    return made
 
 
 def _accept_epochs(sampler: Any) -> None:
@@ -502,7 +498,10 @@ class RepeatingLoader(WrappedLoader):
                     raise
                 outcome = self._steps.close_batch(mark)
                 self._consumed = self._consumed if outcome == "failed" else consumed
-                self._note(outcome, outcomes)
+                outcomes.add(outcome)
+                self._has_trained = self._has_trained or outcome != "seen"
+                if {"seen", "done"} <= outcomes:
+                    self._steps.note_unstepped()
                 before = place
                 if outcome != "seen":
                     place = self._steps.enter()
@@ -526,18 +525,6 @@ class RepeatingLoader(WrappedLoader):
         if has_trained and (is_last or isinstance(self._global, GlobalBatches)):
             self._global.end_pass()
             self._epoch += 1
-
-    def _note(self, outcome: str, outcomes: set[str]) -> None:
-        """Record the outcome of a batch: "done", "failed", or "seen" if no optimizer step was taken on the batch.
-
-        Args:
-            outcome: The outcome of the batch.
-            outcomes: The outcomes of all batches in this pass, to which `outcome` is added.
-        """
-        outcomes.add(outcome)
-        self._has_trained = self._has_trained or outcome != "seen"
-        if {"seen", "done"} <= outcomes:
-            self._steps.note_unstepped()
 
 
 class DeviceLoader(WrappedLoader):
