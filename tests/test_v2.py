@@ -12,6 +12,7 @@ import raysgd.v2
 import raysgd.v2.callbacks
 from raysgd import train
 from raysgd.core.engine.shared.types import World
+from raysgd.core.state.state_codec import lend
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.train import CheckpointStrategy
 from raysgd.train._worker.function_replica import FunctionReplica
@@ -113,6 +114,6 @@ def test_a_function_inside_of_a_run_is_that_of_today() -> None:
         return raysgd.v2.world_rank(), raysgd.v2.load_checkpoint()
 
     replica = FunctionReplica(World(rank=1, size=2))
-    replica.run_function(FunctionSpec(function, dict, "_timestamp"), {"epoch": 2}, None)
+    replica.start(FunctionSpec(function, dict, "_timestamp"), lend({"epoch": 2}))
     replica.next()
     assert replica.next() == FunctionEnded((1, {"epoch": 2}))

@@ -290,7 +290,7 @@ class FunctionRun:
             workers.replicas.start = start
             starts = [start] * len(worlds)  # one object for all ranks, so that the engine pickles it only once
         else:
-            starts = [(spec, shared, workers.store(part)) for part in parts]
+            starts = [(spec, shared, workers.group.store(part).reference) for part in parts]
         self._attempt, self._answer = workers.num_started, b""  # the function will ask its questions again
         return starts
 
@@ -380,7 +380,8 @@ class FunctionRun:
             questions = questions_in(messages)
             if not questions:
                 return messages
-            self._answer = answer_to(questions, self._find_preemption)
+            is_broadcast = questions[0].name == BROADCAST
+            self._answer = questions[0].data if is_broadcast else cloudpickle.dumps(self._find_preemption())
 
     def _told_to_take(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Return each rank's arguments for the remote call of `FunctionReplica.next_messages`."""
@@ -544,6 +545,8 @@ class FunctionStep:
 def check_step(messages: Sequence[Message | None]) -> FunctionStep:
     """Combine the messages of all workers into one step. A message is None if its worker does not report yet.
 
+    If several ranks want to send a checkpoint, the checkpoint of the lowest rank is used.
+
     Raises:
         StepMismatchError: The workers' functions did not make the same calls of `report` and `save_checkpoint`.
     """
@@ -565,21 +568,13 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
             f"The functions are out of step: {named(saving)} called `save_checkpoint` where the others called "
             "`report`. Every worker must make the same calls in the same order."
         )
-    return _step_of(reports, kinds.pop())
-
-
-def _step_of(reports: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
-    """Combine the ranks' messages, which all have the same type, into a step.
-
-    If several ranks want to send a checkpoint, the checkpoint of the lowest rank is used.
-    """
     refs = {rank: m.checkpoint_ref for rank, m in reports.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
     source = min(sent or stored, default=0)
     refused = tuple((rank, ref.token) for rank, ref in sent.items() if rank != source and ref.token is not None)
     data = tuple(message.data for message in reports.values())
-    return FunctionStep(kind, data, refs.get(source), source, refused, stored)
+    return FunctionStep(kinds.pop(), data, refs.get(source), source, refused, stored)
 
 
 def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
@@ -597,11 +592,6 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
             f"`{PREEMPTION}` at the same place. What they did: {said}."
         )
     return [message for message in messages if isinstance(message, Question)]
-
-
-def answer_to(questions: Sequence[Question], preemption: Callable[[], PreemptionInfo | None]) -> bytes:
-    """Return the driver's answer to a question that all ranks have asked, as a pickle. All ranks get this answer."""
-    return questions[0].data if questions[0].name == BROADCAST else cloudpickle.dumps(preemption())
 
 
 def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ...]]:

@@ -36,7 +36,7 @@ from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train._worker.messages import FunctionSpec
 from raysgd.train.backend import BackendConfig, PlacedConnection, backend_of
 from raysgd.train.checkpoint import CheckpointTaker
-from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe, gather, make_objects
+from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, gather, make_objects
 from raysgd.trainer.configuration import Placement
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class FunctionWorkers(GroupHooks):
         workers: The current workers, as the `WorkerGroup` that plug-ins and users get.
         num_started: Number of groups that were started.
         num_changes: Number of times that the workers of a running group changed.
-        joined: For each worker that joined a running group, the value of `num_changes` after it joined.
+        joined: For each current worker, the value of `num_changes` when it joined the group.
         replicas: Creates the `FunctionReplica` in each worker, which runs the function.
         current_run: The run of the latest function; None if no function is running.
 
@@ -149,7 +149,6 @@ class FunctionWorkers(GroupHooks):
         self.group: EngineGroup
         self.workers: WorkerGroup
         self._make_object: Callable[[], Any] | None = None
-        self._infos: list[WorkerInfo] = []
         self._may_wait = True
         self.num_started = self.num_changes = 0
         self.joined: dict[WorkerInfo, int] = {}
@@ -288,7 +287,7 @@ class FunctionWorkers(GroupHooks):
         Args:
             ends_at_ms: Time at which the program ends, in milliseconds of Unix time; None if it does not end.
         """
-        nodes = [worker.metadata.node_id for worker in self.workers.workers]
+        nodes = [info.node_id for info in self.group.infos]
         return preemption_of(nodes, drain_deadlines() if ends_at_ms is None else dict.fromkeys(nodes, ends_at_ms))
 
     def _leaving_nodes(self) -> frozenset[str]:
@@ -351,10 +350,6 @@ class FunctionWorkers(GroupHooks):
             self.ensure_workers()
             raise TrainingWorkerError(f"{lost}; new workers have started") from lost
 
-    def store(self, value: Any) -> Any:
-        """Store a value in Ray's object store, from which workers can fetch it, and return the object reference."""
-        return self.group.store(value).reference
-
     # ------------------------------------------------------------------------------- hooks that the engine calls
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
@@ -366,30 +361,24 @@ class FunctionWorkers(GroupHooks):
             workers = WorkerGroup.over(group, self.spec.resources)
             self._backend.on_start(workers, self._config)
             if self._make_object is not None:
-                make_objects(self._make_object, workers.workers)
+                make_objects(self._make_object, group)
         except LostDuringCallError as lost:
             return lost.report
         self.group, self.workers, self._may_wait = group, workers, True
-        self._infos = list(group.infos)
+        self.joined = dict.fromkeys(group.infos, self.num_changes)
         self.num_started += 1
         return None
 
     def on_change(self, group: EngineGroup) -> None:
-        """Update the ranks in `workers` after a running group has lost or gained workers. Set up the new workers."""
-        known = dict(zip(self._infos, self.workers.workers, strict=True))
-        new = [rank for rank, info in enumerate(group.infos) if info not in known]
+        """Note which workers a running group has gained, and create the user's object in them."""
         self.num_changes += 1
-        for rank in new:
-            self.joined.setdefault(group.infos[rank], self.num_changes)
+        self.joined = {info: self.joined.get(info, self.num_changes) for info in group.infos}
+        self.workers.num_workers = len(group)
         try:
-            made = describe(group, new)
             if self._make_object is not None:
-                make_objects(self._make_object, made)
-            known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
+                make_objects(self._make_object, group)
         except LostDuringCallError as lost:  # only logged, because the next call recovers from the lost worker
             logger.warning("%s, while joining the group; the next call handles the loss", lost)
-        self.workers.follow([known.get(info) for info in group.infos])
-        self._infos = [info for info in group.infos if info in known]
 
     def on_training_start(self) -> None:
         """Call the plug-in's `on_training_start` before a function starts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.core.arguments import check_amount, check_seconds
@@ -163,7 +163,6 @@ class BackendExecutor(RunsFunctions):
             elastic_resize_monitor_interval_s=resize_interval_s,
         )
         super().__init__(backend_config, scaling, max_retries, heartbeat_s, placement)
-        self._run: FunctionRun | None = None
 
     def start(
         self,
@@ -193,7 +192,6 @@ class BackendExecutor(RunsFunctions):
 
     def shutdown(self, patience_s: float = 5) -> None:
         """Stop the workers. With `patience_s` above 0, they shut down cleanly; otherwise, they are killed."""
-        self._run = None
         self._workers.stop(patience_s)
 
     def start_training(
@@ -225,8 +223,7 @@ class BackendExecutor(RunsFunctions):
             ValueError: The file `checkpoint` does not exist.
             TypeError: An argument has the wrong type.
         """
-        start = self._checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        self._run = start(run_dir, latest_checkpoint_id)
+        self._checked(train_func, config, dataset, checkpoint, checkpoint_strategy)(run_dir, latest_checkpoint_id)
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Return the metrics of all workers at their next report, or None if all functions have finished."""
@@ -254,19 +251,20 @@ class BackendExecutor(RunsFunctions):
 
     def finish_training(self) -> list[Any]:
         """Let the functions run to their end, discard their further reports, and return their results by rank."""
-        run, self._run = self._running(), None
-        return run.finish()
+        results = self._running().finish()
+        self._workers.current_run = None
+        return results
 
     def abort_training(self) -> None:
         """Stop the function that is running on the workers. If no function is running, do nothing."""
-        self._run = None
         self._workers.abort()
 
     def _running(self) -> FunctionRun:
-        if self._workers.controller and (self._run is None or (self._run.is_over and self._run.returned is None)):
+        run = cast(FunctionRun | None, self._workers.current_run)
+        if self._workers.controller and (run is None or (run.is_over and run.returned is None)):
             raise TrainBackendError("No function is running: call `start_training` first.")
-        assert self._run is not None
-        return self._run
+        assert run is not None
+        return run
 
     @property
     def worker_group(self) -> WorkerGroup:
@@ -289,7 +287,7 @@ class BackendExecutor(RunsFunctions):
             TrainingWorkerError: A worker died, and new workers have started. This is also a `RuntimeError`.
             WorkersLostError: A worker died, and either no retry is left or the new workers died too.
         """
-        if self._run is None or self._run.is_over:
+        if self._workers.current_run is None or self._workers.current_run.is_over:
             self._workers.budget.renew()
         return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
 

@@ -6,9 +6,9 @@ This module is a thin layer over the engine's groups. If a worker dies, nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, cast
 
 from raysgd.core.arguments import check_amount
 from raysgd.core.cluster.resources import Resources, num_fitting
@@ -17,7 +17,7 @@ from raysgd.core.engine.group import WorkerGroup as EngineGroup
 from raysgd.core.engine.policies import classify
 from raysgd.core.engine.shared.interface import GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import GroupReport
-from raysgd.core.engine.worker import WorkerProcess
+from raysgd.core.engine.worker import RemoteWorker, WorkerProcess
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
@@ -26,7 +26,7 @@ from raysgd.exceptions import (
     TrainingWorkerError,
     WorkersLostError,
 )
-from raysgd.train._worker.function_replica import FunctionReplica, describe_process
+from raysgd.train._worker.function_replica import FunctionReplica
 
 __all__ = ["Worker", "WorkerGroup", "WorkerMetadata"]
 
@@ -170,7 +170,6 @@ class WorkerGroup:
         )
         self._is_borrowed = False
         self._groups: list[EngineGroup] = []
-        self.workers: list[Worker] = []
         self.start()
 
     @classmethod
@@ -182,9 +181,24 @@ class WorkerGroup:
         face.num_gpus_per_worker = resources.num_gpus
         face.additional_resources_per_worker = resources.custom or None
         face._placement_group, face._make_object = "default", None
-        face._is_borrowed, face._groups = True, []
-        face.workers = describe(group)
+        face._is_borrowed, face._groups = True, [group]
         return face
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The current workers, each with its handle and node."""
+        found = []
+        for group, rank in self._places:
+            info, process = group.infos[rank], cast(RemoteWorker, group.workers[rank])
+            gpu_ids: list[int | str] = [int(each) if each.isdigit() else each for each in info.gpu_ids]
+            metadata = WorkerMetadata(info.node_id, info.node_ip, host_of(info.node_id), gpu_ids)
+            found.append(Worker(WorkerHandle(group, rank, process.actor), metadata))
+        return found
+
+    @property
+    def _places(self) -> list[tuple[EngineGroup, int]]:
+        """For each worker, the engine's group that it belongs to, and its rank there."""
+        return [(group, rank) for group in self._groups for rank in range(len(group.workers)) if rank not in group.gone]
 
     def start(self) -> None:
         """Start `num_workers` workers.
@@ -192,7 +206,7 @@ class WorkerGroup:
         Raises:
             RuntimeError: Workers have already started.
         """
-        if self.workers:
+        if len(self):
             raise RuntimeError("The workers have already started; call `shutdown` first, or `add_workers` for more.")
         self.add_workers(self.num_workers)
 
@@ -214,12 +228,10 @@ class WorkerGroup:
             if diagnosis.kind == "user":
                 raise worker_error(diagnosis.faults)
             raise WorkersLostError("A worker process died while it started.") from diagnosis.faults[0].error
-        with OnFailure(group.kill):
-            workers = describe(group)
-            if self._make_object is not None:
-                make_objects(self._make_object, workers)
+        if self._make_object is not None:
+            with OnFailure(group.kill):
+                make_objects(self._make_object, group)
         self._groups.append(group)
-        self.workers += workers
 
     def _check_room(self, need: Resources, num_workers: int) -> None:
         """Check that the user's placement group has resources for all workers. Workers without resources wait forever.
@@ -240,21 +252,9 @@ class WorkerGroup:
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
         """Stop the workers at these indexes. The indexes of later workers decrease accordingly."""
-        leaving = [self.workers[index] for index in worker_indexes]
-        for worker in leaving:
-            worker.actor.group.remove_workers([worker.actor.rank])
-        self.workers = [worker for worker in self.workers if worker not in leaving]
-
-    def follow(self, workers: Sequence[Worker | None]) -> None:
-        """Update the workers of this group after the engine has lost or added workers.
-
-        Args:
-            workers: The workers in rank order, with None for a worker that is dead.
-        """
-        self.workers = [
-            replace(each, actor=replace(each.actor, rank=rank)) for rank, each in enumerate(workers) if each is not None
-        ]
-        self.num_workers = len(workers)
+        places = self._places
+        for group, rank in [places[index] for index in worker_indexes]:
+            group.remove_workers([rank])
 
     def shutdown(self, patience_s: float = 5) -> None:
         """Stop the workers. With `patience_s` above 0, they shut down cleanly; otherwise, they are killed.
@@ -266,7 +266,7 @@ class WorkerGroup:
             raise TrainBackendError(
                 "These workers belong to a `BackendExecutor`: call its `shutdown`, or its `Trainer`'s."
             )
-        groups, self._groups, self.workers = self._groups, [], []
+        groups, self._groups = self._groups, []
         for group in groups:
             if patience_s > 0:
                 group.stop(_RELEASE_S)
@@ -279,9 +279,9 @@ class WorkerGroup:
         Raises:
             RuntimeError: The group has no workers.
         """
-        if not self.workers:
+        if not len(self):
             raise RuntimeError("There are no workers: the group was shut down. Call `start`.")
-        return [self._submit(worker, func, *args, **kwargs) for worker in self.workers]
+        return [group.submit(rank, WorkerProcess.execute, func, *args, **kwargs) for group, rank in self._places]
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `func` on all workers and return the results, in worker order.
@@ -298,9 +298,11 @@ class WorkerGroup:
         Raises:
             ValueError: The worker does not exist.
         """
-        if not -len(self.workers) <= worker_index < len(self.workers):
-            raise ValueError(f"`worker_index={worker_index}`: there are {len(self.workers)} workers, from 0.")
-        return self._submit(self.workers[worker_index], func, *args, **kwargs)
+        places = self._places
+        if not -len(places) <= worker_index < len(places):
+            raise ValueError(f"`worker_index={worker_index}`: there are {len(places)} workers, from 0.")
+        group, rank = places[worker_index]
+        return group.submit(rank, WorkerProcess.execute, func, *args, **kwargs)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `func` on one worker and return the result.
@@ -309,33 +311,17 @@ class WorkerGroup:
         """
         return gather([self.execute_single_async(worker_index, func, *args, **kwargs)])[0]
 
-    def _submit(self, worker: Worker, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return worker.actor.group.submit(worker.actor.rank, WorkerProcess.execute, func, *args, **kwargs)
-
     def __len__(self) -> int:
-        return len(self.workers)
+        return len(self._places)
 
 
-def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Worker]:
-    """Return the workers of an engine group, each with its handle and node.
+@cache
+def host_of(node_id: str) -> str:
+    """Return the host name of a node of Ray's cluster."""
+    import ray
 
-    Args:
-        group: The engine's group.
-        ranks: Ranks of the workers to return; None for all.
-
-    Raises:
-        LostDuringCallError: A worker died.
-    """
-    asked = range(len(group)) if ranks is None else ranks
-    processes = gather([group.submit(rank, WorkerProcess.execute, describe_process) for rank in asked])
-    infos = [group.infos[rank] for rank in asked]
-    return [
-        Worker(
-            WorkerHandle(group, rank, ray_actor),
-            WorkerMetadata(info.node_id, info.node_ip, host, [int(g) if g.isdigit() else g for g in info.gpu_ids]),
-        )
-        for rank, info, (host, ray_actor) in zip(asked, infos, processes, strict=True)
-    ]
+    hosts: dict[str, str] = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    return hosts[node_id]
 
 
 def gather(references: Sequence[Any]) -> list[Any]:
@@ -358,20 +344,16 @@ def gather(references: Sequence[Any]) -> list[Any]:
     raise LostDuringCallError(report)
 
 
-def make_objects(make_object: Callable[[], Any], workers: Sequence[Worker]) -> None:
-    """Create an object of the user's class in each of these workers.
+def make_objects(make_object: Callable[[], Any], group: EngineGroup) -> None:
+    """Create an object of the user's class in each worker of a group that has none yet.
 
     Args:
         make_object: Function that creates the object.
-        workers: The workers.
+        group: The workers.
 
     Raises:
         LostDuringCallError: A worker died.
         WorkerError: The class raised. The error is also an instance of the class that was raised.
     """
-    gather(
-        [
-            each.actor.group.submit(each.actor.rank, WorkerProcess.host, FunctionReplica.make_object, make_object)
-            for each in workers
-        ]
-    )
+    ranks = range(len(group))
+    gather([group.submit(rank, WorkerProcess.host, FunctionReplica.make_object, make_object) for rank in ranks])

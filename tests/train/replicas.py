@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from raysgd.core.state.state_codec import lend
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, FunctionSpec
 from raysgd.train.constants import TIMESTAMP
@@ -14,7 +15,7 @@ def spec(function: Any, **options: Any) -> FunctionSpec:
 
 
 def begin(replica: FunctionReplica, function: Any, checkpoint: Any = None, shard: Any = None, **options: Any) -> None:
-    replica.run_function(spec(function, **options), checkpoint, shard)
+    replica.start(spec(function, **options), None if checkpoint is None else lend(checkpoint), shard)
 
 
 def user_keys(message: FunctionMessage | FunctionEnded) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from raysgd.core.engine.policies import RetryBudget
 from raysgd.core.engine.shared.types import World
 from raysgd.core.state.state_codec import decode
 from raysgd.exceptions import StepMismatchError
-from raysgd.train._function_run import FunctionRun, answer_to, check_step, questions_in
+from raysgd.train._function_run import FunctionRun, check_step, questions_in
 from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas
 from raysgd.train._worker.messages import (
     BROADCAST,
@@ -111,7 +111,7 @@ class Group:
         return [value] * len(self.infos)
 
     def store(self, value: Any) -> Any:
-        return value
+        return SimpleNamespace(reference=value)
 
     def die(self) -> None:
         del self.attempts[0]
@@ -268,8 +268,16 @@ def test_functions_that_do_something_else_are_out_of_step(other: Any) -> None:
 
 def test_all_ranks_get_what_rank_0_said_or_what_the_driver_knows() -> None:
     for name, answer in ((BROADCAST, 0), (PREEMPTION, 7)):
-        questions = [Question(name, pickle.dumps(rank)) for rank in range(3)]
-        assert pickle.loads(answer_to(questions, lambda: 7)) == answer  # type: ignore[arg-type,return-value]
+        asked: list[list[Answer]] = [
+            [cast(Answer, [Question(name, pickle.dumps(rank))]), [FunctionEnded()]] for rank in range(2)
+        ]
+        group = Group(asked)
+        run = run_on(group)
+        run._find_preemption = lambda: cast(Any, 7)  # type: ignore[method-assign]
+        assert steps_of(run) == []
+        first, second = ([request.answer for request, _, _ in told] for told in group.told)
+        assert first == [b"", b""]
+        assert [pickle.loads(each) for each in second] == [answer, answer]
 
 
 # ---------------------------------------------------------------------------------------- starts on a group of workers

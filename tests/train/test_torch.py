@@ -43,7 +43,7 @@ from raysgd.train.session import current_session
 def inside(function: Callable[[], Any], rank: int = 0, size: int = 1) -> Any:
     """What a function returns that runs as if a trainer ran it."""
     replica = FunctionReplica(World(rank, size))
-    replica.run_function(FunctionSpec(function, dict, "_timestamp"), None, None)
+    replica.start(FunctionSpec(function, dict, "_timestamp"))
     ended = replica.next()
     return ended.value
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,16 +25,13 @@ LOST = GroupReport((Answered(0, None), Failed(1, Failure("died", FAULT))))
 class NotedWorkers:
     """Stands for the workers of a group, as a plug-in sees them."""
 
-    workers: list[Any]
+    num_workers: int
 
     @classmethod
     def over(cls, group: Any, resources: Resources) -> NotedWorkers:
         workers = cls()
-        workers.workers = list(group.infos)
+        workers.num_workers = len(group.infos)
         return workers
-
-    def follow(self, workers: list[Any]) -> None:
-        self.workers = workers
 
 
 class NotingBackend(Backend):
@@ -62,7 +60,7 @@ class NotingBackend(Backend):
 def backend(monkeypatch: pytest.MonkeyPatch) -> NotingBackend:
     made = NotingBackend()
     monkeypatch.setattr(_workers, "WorkerGroup", NotedWorkers)
-    monkeypatch.setattr(_workers, "make_objects", lambda make, workers: made.told.append(f"{make} on {workers}"))
+    monkeypatch.setattr(_workers, "make_objects", lambda make, group: made.told.append(f"{make} on {group.infos}"))
     return made
 
 
@@ -74,8 +72,18 @@ def hooks(backend: Any, waits: list[float] | None = None, make_object: Any = Non
     return made
 
 
+@dataclass(eq=False)
+class Group:
+    """Stands for a group of the engine."""
+
+    infos: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+
 def group(*infos: Any) -> EngineGroup:
-    return cast(EngineGroup, SimpleNamespace(infos=list(infos)))
+    return cast(EngineGroup, Group(list(infos)))
 
 
 def test_a_plug_in_hears_of_each_moment_and_objects_are_made_last(backend: NotingBackend) -> None:
@@ -93,7 +101,10 @@ def test_ranks_of_those_that_are_left_are_followed(backend: NotingBackend) -> No
     for infos in (["b", "c"], ["c"]):
         running.infos[:] = infos  # type: ignore[arg-type]
         made.on_change(running)
-    assert made.workers.workers == ["c"]
+    assert (made.workers.num_workers, made.joined) == (1, {"c": 0})
+    running.infos.append("d")  # type: ignore[arg-type]
+    made.on_change(running)
+    assert (made.workers.num_workers, made.joined) == (2, {"c": 0, "d": 3})
     assert made.num_started == 1
     made.on_start(running)
     assert made.num_started == 2

@@ -73,8 +73,9 @@ class FunctionReplica:
         """Called when the worker starts. There is nothing to build before a function starts."""
 
     def make_object(self, make: Callable[[], Any]) -> None:
-        """Create the user's object in this worker."""
-        self.worker_object = make()
+        """Create the user's object in this worker, unless the worker has it already."""
+        if self.worker_object is None:
+            self.worker_object = make()
 
     def call_object(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the user's object.
@@ -115,23 +116,29 @@ class FunctionReplica:
         if mailbox is None or mailbox.is_over:
             raise RuntimeError("the function ended before its first batch, so no new worker can join")
 
-    def run_function(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
-        """Start a training function in its own thread.
+    def start(self, spec: FunctionSpec | None = None, checkpoint: Any = None, shard: Any = None) -> None:
+        """Start a training function in its own thread, or let a running function continue in another group.
 
         Args:
-            spec: The function, and how to run it.
-            checkpoint: The checkpoint from which the function starts; None to start from the beginning.
+            spec: The function, and how to run it. None if the function is running: it then continues in the group that
+                this worker has joined.
+            checkpoint: The checkpoint from which the function starts, encoded; None to start from the beginning.
             shard: This worker's shard of the data.
 
         Raises:
             TrainBackendError: A function is already running.
         """
+        if spec is None:
+            if self._membership is not None:
+                self._membership.go_on()
+            return
         if self._session is not None:
             raise TrainBackendError("a function is running in this worker already")
         self._pending_checkpoints.clear()
         self._num_messages, self._unconfirmed = 0, []
+        begin_from = decode(checkpoint, copy=True) if checkpoint is not None else None
         make_session = spec.make_session or Session
-        self._session = make_session(self.world, spec, checkpoint, shard, self._pending_checkpoints)
+        self._session = make_session(self.world, spec, begin_from, shard, self._pending_checkpoints)
         self._membership, self._obstacle = self._session.membership, None
         open_session(self._session)
         self._session.mailbox.start()
@@ -166,19 +173,6 @@ class FunctionReplica:
         if self._membership is not None:
             self._unconfirmed.append(message)
         return message
-
-    def start(self, *start: Any) -> None:
-        """Start a training function, or let a running function continue in the group that this worker has joined.
-
-        Args:
-            start: The spec, encoded checkpoint and data shard of the function to start. Empty if the function is
-                running.
-        """
-        if self._membership is not None and not start:
-            self._membership.go_on()
-        if start:
-            spec, checkpoint, shard = start
-            self.run_function(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
 
     def next_messages(
         self, request: Request, is_needed: bool, num_taken: int = 0, *start: Any
@@ -352,13 +346,6 @@ class FunctionReplicas:
 
     def __call__(self, world: World) -> FunctionReplica:
         return FunctionReplica(world, self.start)
-
-
-def describe_process() -> tuple[str, Any]:
-    """Return this worker's host name and its Ray actor handle."""
-    import ray
-
-    return socket.gethostname(), ray.get_runtime_context().current_actor
 
 
 def _leave_process() -> None:

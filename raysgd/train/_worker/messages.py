@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from raysgd.exceptions import OnFailure
 
@@ -147,7 +147,8 @@ class FunctionSpec:
     has_parts: bool = False
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True)
+class Request:
     """What the driver tells a function when it requests the next message.
 
     Attributes:

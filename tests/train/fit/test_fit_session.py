@@ -19,7 +19,7 @@ from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import CheckpointUploadMode
 from raysgd.air.session import TrialFacts
 from raysgd.core.engine.shared.types import StateHandover, World
-from raysgd.core.state.state_codec import EncodedState, decode
+from raysgd.core.state.state_codec import EncodedState, decode, lend
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
@@ -65,7 +65,7 @@ def start(folder: Folder) -> Iterator[Callable[..., FunctionReplica]]:
         spec = FunctionSpec(function, dict, "_timestamp", is_detailed, make_session=make_session, is_elastic=is_elastic)
         replica = FunctionReplica(World(rank, size=2, local_rank=rank, local_size=2))
         started.append(replica)
-        replica.run_function(spec, checkpoint, shard)
+        replica.start(spec, None if checkpoint is None else lend(checkpoint), shard)
         return replica
 
     yield start
