@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -117,6 +117,7 @@ class FitRun:
     """
 
     def __init__(self, trainer: Any, calls: TrainerCalls, options: FitOptions, left_file: str | None) -> None:
+        answer_signal()
         life = self._life = calls.life
         self._trainer, self._trainer_calls, self._options, self._left_file = trainer, calls, options, left_file
         self._leaving = Leaving(options.max_time)
@@ -144,7 +145,6 @@ class FitRun:
         )
         self.history = self._run.history
         self._calls = CallbackCalls(self._callbacks, self._run)
-        self._max_step: int | None = None
         has_folder = options.folder is not None or any(each._uses_folder_of_run for each in self._callbacks)
         in_header = {"validation_freq": options.validation_freq, "has_dataset": options.dataset is not None}
         self._reports = StepReports(
@@ -166,66 +166,49 @@ class FitRun:
         # middle of a step. The driver may still have a snapshot.
         self._is_lost = False
         self._has_left = False  # True if the run ends inside an epoch
-        self._pauses: Pauses | None = None
         # If this process took over the run from a previous process: the step that the previous process stored last. It
         # is used in place of asking the workers, which may still be running a call of that process. None as soon as
         # this process trains, and in all other runs.
         self._known_step: int | None = None
-        self._pending: int | None = None
-
-    def epochs(self) -> Iterator[dict[str, Any]]:
-        """Check the user's arguments, and return an iterator that trains and yields each epoch's metrics when it ends.
-
-        Closing the iterator stops the run.
-
-        Raises:
-            ValueError, TypeError: The run cannot work with the user's arguments. No training has started.
-            UnpicklableError: A worker callback cannot be sent to the workers.
-        """
-        answer_signal()
-        options = self._options
+        self._max_step: int | None = None
         if self._kept is not None:
             self._run.epochs, self._max_step = self._kept[0].epochs, self._kept[0].max_step
         else:
             is_new = options.resume_from is None
             if options.epochs is not None:
-                self._run.epochs = options.epochs + (self._life.of_first("epochs_done") if is_new else 0)
+                self._run.epochs = options.epochs + (life.of_first("epochs_done") if is_new else 0)
             if options.max_steps is not None:
                 self._max_step = options.max_steps + (self._global_step() if is_new else 0)
-        finds = self._left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
+        finds = left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
         if options.resume_from == AUTO and not finds:
             raise ValueError(
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
                 "`callbacks=[Checkpointing(...)]`, or the path of a file."
             )
-        pausing = [each for each in self._callbacks if each._pauses]
-        if pausing or self._max_step is not None or options.validate_every_n_steps is not None:
-            self._check_pauses(pausing)
-            self._pauses = Pauses(pausing, options.validate_every_n_steps, self._max_step)
+        self._pauses = self._checked_pauses()
         self._calls.check()
         self._reports.check()
         if options.folder is not None:
             make_folder("folder", options.folder)
-        return self._epochs()
 
-    def _check_pauses(self, callbacks: Sequence[Callback]) -> None:
-        """Check that the workers can pause inside epochs.
-
-        Args:
-            callbacks: The callbacks that need pauses.
+    def _checked_pauses(self) -> Pauses | None:
+        """Return where the workers pause inside epochs. Return None if nothing in the run needs pauses.
 
         Raises:
             ValueError: The workers cannot pause inside epochs, or have nothing to validate on there.
         """
         options, obstacle = self._options, self._life.facts.epoch_obstacle
+        pausing = [each for each in self._callbacks if each._pauses]
+        if not pausing and self._max_step is None and options.validate_every_n_steps is None:
+            return None
         if not self._life.framework.acts_between_steps:
-            obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
+            obstacle = f"`{type(self._trainer).__name__}` cannot hold its workers inside an epoch"
         if options.dataset is not None:
             obstacle = "a file does not hold the place in the `dataset` of a call"
         if obstacle is not None:
             names = ("max_steps", "validate_every_n_steps")
             used = [f"`{name}`" for name in names if getattr(options, name) is not None]
-            used += [f"`{type(each).__name__}(every_n_steps=...)` and `every_minutes`" for each in callbacks[:1]]
+            used += [f"`{type(each).__name__}(every_n_steps=...)` and `every_minutes`" for each in pausing[:1]]
             raise ValueError(
                 f"{' and '.join(used)} cannot work here: {obstacle}. Leave them out, or loop over "
                 "`trainer.train(num_steps=100)`, `trainer.validate()` and `trainer.save(path)`."
@@ -235,9 +218,11 @@ class FitRun:
                 f"`validate_every_n_steps={options.validate_every_n_steps}`: there is nothing to validate on. Register "
                 "validation data in `setup`, or pass `validation_dataset`."
             )
+        return Pauses(pausing, options.validate_every_n_steps, self._max_step)
 
     @hides_library_frames
-    def _epochs(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Train, and yield each epoch's metrics when it ends. Closing the iterator stops the run."""
         leaving = self._leaving
         leaving.begin()
         try:
@@ -278,14 +263,16 @@ class FitRun:
             yield
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        self._resume()
+        run, results, leaving = self._run, self._results, self._leaving
+        is_pending = self._resume()
         if self._reports.journal is not None:
             self.history.journal = self._life.recorder.history.journal = self._reports.journal.folder
-        is_asked = self._options.validate == ASYNC
-        self._run.validates_beside = is_asked and self._results.validates_beside
-        with self._told_of_the_run():
-            if self._pending == self._run.epoch:
-                self._results.tell_pending()
+        run.validates_beside = self._options.validate == ASYNC and results.validates_beside
+        error: BaseException | None = None
+        try:
+            self._calls.begin_run()
+            if is_pending:
+                results.tell_pending()
             self._note_progress()
             try:
                 while self._goes_on():
@@ -293,13 +280,26 @@ class FitRun:
                     if row is not None:
                         yield row
             except GeneratorExit:
-                self._results.finish_validation()
-                if self._leaving.signal is not None:
+                results.finish_validation()
+                if leaving.signal is not None:
                     self._save_left()
                 raise
-            self._results.finish_validation()
-            if self._has_left or self._leaving.is_due():
+            results.finish_validation()
+            if self._has_left or leaving.is_due():
                 self._leave()
+        except GeneratorExit:
+            if run.epoch < self._last_epoch:
+                run.stop("the program has left the loop over the epochs")
+            raise
+        except BaseException as raised:  # also on Ctrl-C
+            error = raised
+            raise
+        finally:
+            self._calls.end_run(error)
+
+    @property
+    def _last_epoch(self) -> float:
+        return math.inf if self._run.epochs is None else self._run.epochs
 
     def _goes_on(self) -> bool:
         """Return True if the run still has an epoch, or the rest of an epoch, to train."""
@@ -307,6 +307,59 @@ class FitRun:
         if run.is_stopping or self._has_left or self._leaving.is_due() or run.epoch >= self._last_epoch:
             return False
         return self._max_step is None or self._global_step() < self._max_step
+
+    def _epoch_unless_lost(self) -> dict[str, Any] | None:
+        """Train an epoch, and return its metrics.
+
+        Return None if the run stops inside the epoch, or if all workers are lost after the program received a signal.
+        """
+        try:
+            return self._epoch()
+        except (WorkersLostError, CallbackError) as error:
+            # A callback that tried to save may have failed because the workers were lost. The cause of the
+            # `CallbackError` is then that loss.
+            lost = error.__cause__ if isinstance(error, CallbackError) else error
+            if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
+                raise
+            self._is_lost, self._begun = True, None
+            return None
+
+    def _epoch(self) -> dict[str, Any] | None:
+        """Train an epoch, and return its metrics. Return None if the run stopped before the end of the epoch."""
+        run, reports, results = self._run, self._reports, self._results
+        self._calls.tell("on_epoch_begin")
+        if run.is_stopping:
+            return None
+        run.epoch += 1
+        with self._life.listeners.listening(*reports.listeners, step_readers=reports.readers):
+            trained = self._trained({"num_epochs": run.epochs, VALIDATES: results.validates})
+            if trained is None:
+                run.epoch -= 1
+                return None
+            epoch = results.add(trained)
+            if self._begun is not None:
+                epoch.row["seconds"] += self._begun.seconds
+            self._begun, run.step = None, 0
+            self._note_progress()
+            is_validated = results.is_due(run.epoch)
+            if is_validated and not run.validates_beside:
+                results.validate(epoch)
+        self._calls.check_progress()
+        results.tell_events()
+        self._saved_in_epoch.clear()
+        try:
+            # Add the previous epoch's validation result if it has arrived, so that the next checkpoint includes it.
+            results.finish_validation(waits=False)
+        finally:
+            self._calls.tell("on_epoch_trained")
+        if results.awaited is not None:
+            self._save_again(results.finish_validation())
+        if is_validated and run.validates_beside:
+            results.validate(epoch)
+        if epoch.handle is None:
+            results.tell(epoch)
+        self._note_progress()
+        return epoch.row
 
     # ------------------------------------------------------------------------------------------------ stopped early
 
@@ -335,89 +388,21 @@ class FitRun:
         run, leaving = self._run, self._leaving
         is_early = leaving.is_due()
         if not self._is_lost or self._finds_snapshot():
-            run.step = 0 if self._begun is None else self._begun.num_steps
+            run.step = self._num_begun
             self._calls.tell("on_leave")
-        newest = self.newest
         logger.log(
             logging.WARNING if is_early else logging.INFO,
             "%s: left the run after %d epochs%s; %s",
             leaving.reason if is_early else run.history.stop_reason or f"`max_steps` of {self._max_step}",
             run.epoch,
             _more_batches(run.step),
-            "nothing is saved" if newest is None else f"the newest checkpoint is {newest}",
+            "nothing is saved" if self.newest is None else f"the newest checkpoint is {self.newest}",
         )
 
-    @contextmanager
-    def _told_of_the_run(self) -> Iterator[None]:
-        error: BaseException | None = None
-        try:
-            self._calls.begin_run()
-            yield
-        except GeneratorExit:
-            if self._run.epoch < self._last_epoch:
-                self._run.stop("the program has left the loop over the epochs")
-            raise
-        except BaseException as raised:  # also on Ctrl-C
-            error = raised
-            raise
-        finally:
-            self._calls.end_run(error)
-
     @property
-    def _last_epoch(self) -> float:
-        return math.inf if self._run.epochs is None else self._run.epochs
-
-    def _epoch_unless_lost(self) -> dict[str, Any] | None:
-        """Train an epoch, and return its metrics.
-
-        Return None if the run stops inside the epoch, or if all workers are lost after the program received a signal.
-        """
-        try:
-            return self._epoch()
-        except (WorkersLostError, CallbackError) as error:
-            # A callback that tried to save may have failed because the workers were lost. The cause of the
-            # `CallbackError` is then that loss.
-            lost = error.__cause__ if isinstance(error, CallbackError) else error
-            if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
-                raise
-            self._is_lost, self._begun = True, None
-            return None
-
-    def _epoch(self) -> dict[str, Any] | None:
-        """Train an epoch, and return its metrics. Return None if the run stopped before the end of the epoch."""
-        run, reports = self._run, self._reports
-        self._calls.tell("on_epoch_begin")
-        if run.is_stopping:
-            return None
-        run.epoch += 1
-        with self._life.listeners.listening(*reports.listeners, step_readers=reports.readers):
-            trained = self._trained({"num_epochs": run.epochs, VALIDATES: self._results.validates})
-            if trained is None:
-                run.epoch -= 1
-                return None
-            epoch = self._results.add(trained)
-            if self._begun is not None:
-                epoch.row["seconds"] += self._begun.seconds
-            self._begun, run.step = None, 0
-            self._note_progress()
-            if self._results.is_due(run.epoch) and not run.validates_beside:
-                self._results.validate(epoch)
-        self._calls.check_progress()
-        self._results.tell_events()
-        self._saved_in_epoch.clear()
-        try:
-            # Add the previous epoch's validation result if it has arrived, so that the next checkpoint includes it.
-            self._results.finish_validation(waits=False)
-        finally:
-            self._calls.tell("on_epoch_trained")
-        if self._results.awaited is not None:
-            self._save_again(self._results.finish_validation())
-        if self._results.is_due(run.epoch) and run.validates_beside:
-            self._results.validate(epoch)
-        if epoch.handle is None:
-            self._results.tell(epoch)
-        self._note_progress()
-        return epoch.row
+    def _num_begun(self) -> int:
+        """The number of batches of the unfinished epoch that each worker has trained on. 0 between two epochs."""
+        return 0 if self._begun is None else self._begun.num_steps
 
     # ------------------------------------------------------------------------------------------- inside an epoch
 
@@ -460,7 +445,7 @@ class FitRun:
             return None
         step = self._global_step()
         pause = self._pauses.next_after(step)
-        return None if pause is None else pause - step + (0 if self._begun is None else self._begun.num_steps)
+        return None if pause is None else pause - step + self._num_begun
 
     def _pause(self) -> bool:
         """Validate and save, if due, while the workers wait between two steps. Return False if the run stops there."""
@@ -541,7 +526,7 @@ class FitRun:
         if progress is not None:
             self._begun = BegunEpoch.of(progress, global_step=global_step)
             num_epochs -= self._begun.is_exhausted
-        place = num_epochs, 0 if self._begun is None else self._begun.num_steps
+        place = num_epochs, self._num_begun
         return num_epochs == self._run.epoch and (self.newest is None or place > place_of(self.newest))
 
     def _global_step(self) -> int:
@@ -640,41 +625,44 @@ class FitRun:
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     @errors_printable()
-    def _resume(self) -> None:
-        if self._kept is not None:
+    def _resume(self) -> bool:
+        """Let the run continue where an earlier run, or an earlier process, has stopped, if there is one.
+
+        Return True if the callbacks have not received the result of the last epoch yet.
+        """
+        run, kept, resume_from, pending = self._run, self._kept, self._options.resume_from, None
+        if kept is not None:
             # This process took over a run from another process. The workers may already be training the next epoch, so
             # do not call them.
-            self._take_over(self._kept[0])
-            self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
+            pending = self._take_over(kept[0])
+            run.epoch, self._known_step = kept[0].epoch, kept[2]
         else:
-            resume_from = self._options.resume_from
-            location = None if resume_from is None else str(resume_from)
-            if resume_from == AUTO:
-                location = self._find_checkpoint()
-            if location is not None:
-                sidecar = self._sidecars.read(location)
-                if sidecar is None:
-                    self._load(location)
-                    logger.warning(
-                        "`resume_from`: `%s` has no `%s` beside it. The training state is loaded, but the run begins "
-                        "without the earlier rows of its history and the states of callbacks. Bring that file back to "
-                        "have them",
-                        location,
-                        files.shown(sidecar_location(location)),
-                    )
-                else:
-                    self._take_over(sidecar, location)
+            location = self._find_checkpoint() if resume_from == AUTO else resume_from and str(resume_from)
+            sidecar = None if location is None else self._sidecars.read(location)
+            if sidecar is not None:
+                pending = self._take_over(sidecar, location)
+            elif location is not None:
+                self._load(location)
+                logger.warning(
+                    "`resume_from`: `%s` has no `%s` beside it. The training state is loaded, but the run begins "
+                    "without the earlier rows of its history and the states of callbacks. Bring that file back to have "
+                    "them",
+                    location,
+                    files.shown(sidecar_location(location)),
+                )
             elif self._begun_before is not None and self._begun_before.global_step == self._global_step():
                 self._go_on_inside(self._begun_before)
-            is_inside = self._begun is not None and not self._begun.is_exhausted
-            self._run.epoch = self._life.of_first("epochs_done") - (self._begun is not None and not is_inside)
+            is_exhausted = self._begun is not None and self._begun.is_exhausted
+            run.epoch = self._life.of_first("epochs_done") - is_exhausted
             if location is not None:
                 if resume_from == AUTO:  # otherwise the program itself names the file
-                    more = _more_batches(self._begun.num_steps if self._begun is not None and is_inside else 0)
-                    logger.warning("resumed from `%s`, which has %d epochs%s", location, self._run.epoch, more)
+                    more = _more_batches(0 if is_exhausted else self._num_begun)
+                    logger.warning("resumed from `%s`, which has %d epochs%s", location, run.epoch, more)
                 self._warn_if_complete(location)
-        if self._pending == self._run.epoch:
-            self._run._last_told = self._run.epoch - 1
+        is_pending = pending == run.epoch
+        if is_pending:
+            run._last_told = run.epoch - 1
+        return is_pending
 
     def _warn_if_complete(self, location: str) -> None:
         counts = [("epochs", "epochs", self._run.epoch, self._run.epochs)]
@@ -692,8 +680,8 @@ class FitRun:
                     argument,
                 )
 
-    def _take_over(self, sidecar: Sidecar, location: str | None = None) -> None:
-        """Continue the run in a sidecar.
+    def _take_over(self, sidecar: Sidecar, location: str | None = None) -> int | None:
+        """Continue the run in a sidecar. Return the epoch whose result callbacks have not received, or None.
 
         Args:
             sidecar: Content of the sidecar. If it is damaged, nothing is loaded into the workers.
@@ -705,11 +693,11 @@ class FitRun:
         if location is not None:
             self._load(location)
         self.history.take_over(sidecar.history)
-        self._pending = sidecar.pending
         if begun is not None:
             self._go_on_inside(begun)
         if location is not None:
             self._reports.go_on_from(open_steps)
+        return sidecar.pending
 
     def _go_on_inside(self, begun: BegunEpoch) -> None:
         """Let the run continue with the rest of an epoch that an earlier run left unfinished."""

@@ -421,7 +421,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         options = FitOptions(**{name: value for name, value in arguments.items() if name != "self"})
         self._refuse_inside_fit("fit")
         fit = FitRun(self, self._calls, options, self._left_file)
-        rows = fit.epochs()
+        rows = fit.rows()
         self._running_fit = weakref.ref(rows)
         return fit.history, rows
 
