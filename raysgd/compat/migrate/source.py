@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import libcst as cst
-from libcst import helpers
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor, ImportItem
 from libcst.metadata import MetadataWrapper
 
 from raysgd.compat.migrate.calls import ADVICE
@@ -196,44 +197,8 @@ def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Find
     uses_ray = names.dropped_ray and any(
         isinstance(node, ast.Name) and node.id == "ray" for node in ast.walk(ast.parse(changed.bytes))
     )
-    return names, _with_imports(changed, sorted(names.needs | ({"ray"} if uses_ray else set())))
-
-
-def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
-    """Return a copy of a program with more imports, after the imports at the top of the program.
-
-    Args:
-        module: The program.
-        needs: Names of the modules to import. Modules that the program already imports there are skipped.
-    """
-    first = int(module.get_docstring() is not None)
-    last = first
-    while last < len(module.body) and _is_import(module.body[last]):
-        last += 1
-    there = {name for line in module.body[first:last] for name in _imported(line)}
-    new = [f"import {name}" for name in needs if name not in there]
-    if not new:
-        return module
-    lines = [cst.parse_statement(line, config=module.config_for_parsing) for line in new]
-    rest = list(module.body[last:])
-    if rest and not rest[0].leading_lines:
-        rest[0] = rest[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-    return module.with_changes(body=[*module.body[:last], *lines, *rest])
-
-
-def _imported(line: cst.CSTNode) -> Iterator[str]:
-    """Yield the names of the modules that a line imports with a plain `import`, without `as`."""
-    assert isinstance(line, cst.SimpleStatementLine)
-    for statement in line.body:
-        for alias in statement.names if isinstance(statement, cst.Import) else ():
-            if alias.asname is None:
-                yield helpers.get_full_name_for_node(alias.name) or ""
-
-
-def _is_import(line: cst.CSTNode) -> bool:
-    return isinstance(line, cst.SimpleStatementLine) and all(
-        isinstance(each, cst.Import | cst.ImportFrom) for each in line.body
-    )
+    needed = [ImportItem(name) for name in names.needs | ({"ray"} if uses_ray else set())]
+    return names, AddImportsVisitor(CodemodContext(), needed).transform_module(changed)
 
 
 def _report_texts(tree: ast.Module, paths: Paths, findings: set[Finding]) -> None:
