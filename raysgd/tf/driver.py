@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from raysgd.core.arguments import check_kind, check_num_workers, check_operator_class
 from raysgd.core.arrays.user_data import CallData, kind_of
-from raysgd.core.cluster.ray_cluster import gpus_of_cluster
-from raysgd.core.cluster.resources import DriverView, choose_gpus
+from raysgd.core.cluster.resources import DriverView
 from raysgd.core.connections.tensorflow import GROWTH, TensorFlowConnection, keras_of_driver
 from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.history.history import Kind
@@ -64,13 +62,7 @@ def choose_num_gpus(use_gpu: bool | str, group: GroupSettings) -> float:
         import tensorflow as tf
 
         num_here = len(tf.config.list_physical_devices("GPU"))
-    choice = choose_gpus(
-        use_gpu,
-        group.num_workers + group.spare_workers,
-        DriverView(num_here),
-        None if group.is_driver_only else partial(gpus_of_cluster, group.placement.custom),
-        has_driver=group.use_local,
-    )
+    choice = group.choose_gpus(use_gpu, DriverView(num_here))
     if choice.is_shared and group.use_local and not GROWTH.items() <= os.environ.items():
         raise ValueError(
             '`use_gpu="auto"` with `use_local=True`: this process shares its GPU with other workers, but TensorFlow '
@@ -191,6 +183,7 @@ class TFFramework(Framework):
 
     runner_cls = TFRunner
     shard_advice = "set the auto-shard policy in the dataset's options to OFF"
+    check_settings = staticmethod(check_config)
 
     def __init__(self, group: GroupSettings, settings: TFSettings) -> None:
         self.trains_with_fit = issubclass(settings.training_operator_cls, CreatorOperator)
@@ -215,12 +208,6 @@ class TFFramework(Framework):
         packed = datasets.packed("config['fit_config']['validation_data']", data)
         config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
         return replace(settings, config=config)
-
-    def check_config(self, life: TrainerLife, config: Mapping[str, Any] | None) -> dict[str, Any]:
-        checked = super().check_config(life, config)
-        settings: Any = replace(life.settings, config=checked)
-        check_config(settings, life.group_settings.num_workers)
-        return checked
 
     def check_reload(self, life: TrainerLife, operator_cls: Any) -> None:
         resolve_operator(operator_cls, None, None)
@@ -259,7 +246,9 @@ class TFFramework(Framework):
         return sources.source_to_predict(data, asked)
 
     def content_of(self, snapshot: Snapshot) -> Content:
-        return content_of(snapshot)
+        state = {**snapshot.shared_state, RANKS: list(snapshot.rank_states)}
+        checkpoint_file.check(state)
+        return state, checkpoint_file.write
 
     def place_in(self, snapshot: Snapshot) -> tuple[int, int]:
         return place_in(snapshot.shared_state)
@@ -285,14 +274,3 @@ def load(life: TrainerLife, state: dict[str, Any], rank_states: tuple[Any, ...])
     # If the file was saved with the same number of workers, it has the state of every rank of this trainer.
     is_complete = len(rank_states) == life.controller.num_workers
     load_into_all(life.controller, TFRunner.restore, whole, rank_states, is_complete)
-
-
-def content_of(snapshot: Snapshot) -> Content:
-    """Return a pair: a checkpoint file's content, as views of a snapshot's arrays, and the function that writes it.
-
-    Raises:
-        ValueError: `load` could not read the content.
-    """
-    state = {**snapshot.shared_state, RANKS: list(snapshot.rank_states)}
-    checkpoint_file.check(state)
-    return state, checkpoint_file.write

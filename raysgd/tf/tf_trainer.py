@@ -237,7 +237,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         files.check_location("checkpoint", checkpoint)
         driver.refuse_keras_file(checkpoint)
         checks.refuse_text(blocking=blocking)
-        return self._life.save(checkpoint, driver.content_of, blocking, self)
+        return self._life.save(checkpoint, self._life.framework.content_of, blocking, self)
 
     @errors_printable()
     def load(self, checkpoint: str | PathLike[str]) -> None:

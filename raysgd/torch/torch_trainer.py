@@ -22,7 +22,7 @@ from raysgd.exceptions import RemovedNameError
 from raysgd.storage import files
 from raysgd.torch.checkpoints import divided
 from raysgd.torch.driver import arguments, framework
-from raysgd.torch.driver.framework import FileFormat, LoadReport, TorchFramework, step_schedulers
+from raysgd.torch.driver.framework import FileFormat, LoadReport, TorchFramework
 from raysgd.torch.objects.models import unpacked
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
@@ -367,7 +367,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         Raises:
             NotRegisteredError: The operator registered no scheduler.
         """
-        step_schedulers(self._life, TorchRunner.update_schedulers, metric)
+        self._life.on_all(TorchRunner.update_schedulers, metric, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return the trained model without wrappers, or a list of models if several are registered.

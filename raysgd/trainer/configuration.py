@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
-from raysgd.core.cluster.resources import Resources
+from raysgd.core.cluster import resources
+from raysgd.core.cluster.ray_cluster import gpus_of_cluster
+from raysgd.core.cluster.resources import DriverView, GpuChoice, Resources
 from raysgd.core.config_keys import BATCH_SIZE
 from raysgd.core.engine.shared.interface import EverySeconds
 from raysgd.core.engine.shared.types import World
@@ -399,6 +402,18 @@ class GroupSettings:
     def is_driver_only(self) -> bool:
         """True if the driver is the only worker."""
         return self.use_local and self.num_workers == 1
+
+    def choose_gpus(self, use_gpu: bool | str, driver: DriverView, **options: Any) -> GpuChoice:
+        """Decide how many GPUs each worker gets. With "auto", connect to Ray, unless this process is the only worker.
+
+        Args:
+            use_gpu: The user's argument.
+            driver: What this process sees.
+            **options: Further arguments of `resources.choose_gpus`.
+        """
+        ask_nodes = None if self.is_driver_only else partial(gpus_of_cluster, self.placement.custom)
+        num_workers = self.num_workers + self.spare_workers
+        return resources.choose_gpus(use_gpu, num_workers, driver, ask_nodes, has_driver=self.use_local, **options)
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
         """Raise an error if the user requested spare workers that could not replace lost workers.

@@ -288,9 +288,6 @@ class ParallelIterator(_Stages):
             "`gather_sync()`, or over the shards of `shards()`."
         )
 
-    def __str__(self) -> str:
-        return repr(self)
-
     def __repr__(self) -> str:
         return f"ParallelIterator[{self.name}]"
 

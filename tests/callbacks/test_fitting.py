@@ -155,7 +155,7 @@ def test_an_epoch_whose_spare_was_lost_has_no_metrics_of_validation_and_the_run_
 ) -> None:
     trainer, saving = make_local(LinearOperator), Checkpointing(tmp_path, keep_last=None)
     monkeypatch.setattr(TrainerCalls, "validates_beside", True)
-    monkeypatch.setattr(TrainerCalls, "begin_validation", lambda *args: LostValidation())
+    monkeypatch.setattr(TrainerCalls, "begin_validation", lambda *args, **options: LostValidation())
     history = trainer.fit(2, validate="async", callbacks=[EarlyStopping("val_loss"), saving])
     assert [row.get("val_loss") for row in history] == [None, None]
     for epoch in (1, 2):

@@ -171,7 +171,7 @@ def run(
                 largest = trainer._life.largest_batch
                 sizes.append(None if largest is None else largest.size)
                 if largest is not None and largest.size is not None:
-                    largest.learn(GLOBAL_BATCH)  # from whole shares again
+                    largest.size = GLOBAL_BATCH  # from whole shares again
                 left = [each.name for each in Path(folder).iterdir()]
                 assert not left, f"{left} was not raised"
                 seconds += [each for found in trainer.apply_all_operators(delays) for each in found]

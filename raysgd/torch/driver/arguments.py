@@ -11,15 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
 
 from raysgd.core import arguments as checks
 from raysgd.core.arguments import did_you_mean, is_number, refuse_text
-from raysgd.core.cluster import resources
-from raysgd.core.cluster.ray_cluster import gpus_of_cluster, gpus_of_nodes
+from raysgd.core.cluster.ray_cluster import gpus_of_nodes
 from raysgd.core.cluster.resources import GpuChoice
 from raysgd.core.connections.torch import view_of_driver
 from raysgd.core.text.log_lines import Once
@@ -128,8 +126,6 @@ def check_use_gpu(use_gpu: Any, num_gpus_per_worker: Any, backend: Any) -> None:
 def choose_gpus(use_gpu: bool | str, group: GroupSettings) -> GpuChoice:
     """Decide how many GPUs each worker gets, and over which backend the workers communicate.
 
-    With "auto", connect to Ray, unless this process is the only worker.
-
     Args:
         use_gpu: The user's argument.
         group: The other arguments, with the user's backend and number of GPUs for each worker.
@@ -137,16 +133,8 @@ def choose_gpus(use_gpu: bool | str, group: GroupSettings) -> GpuChoice:
     Raises:
         ValueError: The workers cannot share the cluster's GPUs.
     """
-    placement = group.placement
-    return resources.choose_gpus(
-        use_gpu,
-        group.num_workers + group.spare_workers,
-        view_of_driver((placement.runtime_env or {}).get("env_vars")),
-        None if group.is_driver_only else partial(gpus_of_cluster, placement.custom),
-        num_gpus_per_worker=group.num_gpus_per_worker,
-        backend=group.backend,
-        has_driver=group.use_local,
-    )
+    driver = view_of_driver((group.placement.runtime_env or {}).get("env_vars"))
+    return group.choose_gpus(use_gpu, driver, num_gpus_per_worker=group.num_gpus_per_worker, backend=group.backend)
 
 
 def choose_for(options: Mapping[str, Any]) -> GpuChoice:

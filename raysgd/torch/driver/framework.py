@@ -114,6 +114,7 @@ class TorchFramework(Framework):
     runner_cls = TorchRunner
     shard_advice = "pass `add_dist_sampler=False`"
     acts_between_steps = True
+    check_settings = staticmethod(arguments.check_batch_size)
 
     def __init__(self, group: GroupSettings, settings: TorchSettings) -> None:
         timeouts: dict[str, Any] = {"timeout_s": group.timeout_s, "form_timeout_s": group.recovery.form_timeout_s}
@@ -127,11 +128,6 @@ class TorchFramework(Framework):
         self._shows_progress = settings.use_tqdm
         self.reservation_timeout_s = constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
         self.keeps_survivors, self.renews_survivors = settings.keeps_survivors, settings.strategy == "fsdp"
-
-    def check_config(self, life: TrainerLife, config: Mapping[str, Any] | None) -> dict[str, Any]:
-        checked = super().check_config(life, config)
-        arguments.check_batch_size(replace(life.settings, config=checked), life.group_settings.num_workers)
-        return checked
 
     def check_reload(self, life: TrainerLife, operator_cls: Any) -> None:
         arguments.check_operator_class(operator_cls)
@@ -184,7 +180,7 @@ class TorchFramework(Framework):
         metrics = life.facts.plateau_metrics
         values = schedulers.values_after_validation(metrics, trained, validated) if metrics else None
         if values:
-            step_schedulers(life, TorchRunner.step_plateaus, values)
+            life.on_all(TorchRunner.step_plateaus, values, changes_state=True, keeps_alike=True)
         return bool(values)
 
     def to_predict(self, data: Any, asked: BatchRequest) -> Found:
@@ -209,11 +205,6 @@ class TorchFramework(Framework):
             lent = lend(divided.whole(shared, copy=False))
             snapshot = replace(snapshot, shared_state=lent, reference=None)
         load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
-
-
-def step_schedulers(life: TrainerLife, function: Callable[..., Any], value: Any) -> None:
-    """Call `function`, which steps schedulers, on all workers with the same `value`."""
-    life.on_all(function, value, changes_state=True, keeps_alike=True)
 
 
 def check_alike(answers: Sequence[EpochAnswer]) -> None:
@@ -276,21 +267,6 @@ def load_state(
 def _restore_here(controller: ElasticController, whole: Any, rank_states: tuple[Any, ...]) -> None:
     """Load a state into the only worker, which is the driver."""
     controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
-
-
-def _load_folder(controller: ElasticController, path: str, weights_only: bool) -> None:
-    """Load a checkpoint folder into all workers. Trainers with sharded models save such folders.
-
-    If this trainer's models are sharded, too, each worker reads its shards from the folder. Otherwise, the driver reads
-    the full state and sends it to the workers.
-    """
-    folder = divided.open_folder(path, weights_only)
-    if not controller.facts[0].is_sharded:
-        load_state(controller, folder.read_whole(), is_file=True)
-        return
-    _, rank_states, _ = _checked(controller, folder.outline(), is_file=True)
-    place = StateInFolder(os.path.realpath(path), weights_only)
-    load_into_all(controller, TorchRunner.restore, place, rank_states, is_complete=False)
 
 
 def _checked(
@@ -425,19 +401,21 @@ def load(
     Returns:
         A report of what was loaded, if only parts were loaded, as always from a weights file. Otherwise None.
     """
-    name, controller = files.shown(checkpoint), life.controller
+    name, controller, report = files.shown(checkpoint), life.controller, None
     with ExitStack() as held:
         path = held.enter_context(files.local_copy(checkpoint))
-        report = None
-        if parts is None and divided.is_folder(path):
-            _load_folder(controller, path, weights_only)
-        elif parts or weights_file.is_weights_file(path):
-            saved = _read(path, name, weights_only, held)
-            state, report = _merged(life.snapshot(), saved, parts, strict)
-            load_state(controller, state, held)
+        is_folder = divided.is_folder(path)
+        is_whole = not parts and (is_folder or not weights_file.is_weights_file(path))
+        if is_whole and is_folder and controller.facts[0].is_sharded:
+            # Each worker reads its shards from the folder, so that no process needs the full state.
+            _, rank_states, _ = _checked(controller, divided.open_folder(path, weights_only).outline(), is_file=True)
+            place = StateInFolder(os.path.realpath(path), weights_only)
+            load_into_all(controller, TorchRunner.restore, place, rank_states, is_complete=False)
         else:
-            state = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
-            load_state(controller, state, held, is_file=True)
+            state = _read(path, name, weights_only, held)
+            if not is_whole:
+                state, report = _merged(life.snapshot(), state, parts, strict)
+            load_state(controller, state, held, is_file=is_whole)
     life.saves.note_file(name)
     return report
 

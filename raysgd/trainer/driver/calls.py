@@ -18,18 +18,19 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import count, pairwise
-from typing import Any
+from itertools import count, islice
+from typing import Any, Literal
 
 from raysgd.core import arguments as checks
 from raysgd.core.arrays import trees
+from raysgd.core.arrays.division import even_counts
 from raysgd.core.config_keys import BATCH_SIZE, PLAIN_BATCH_SIZE
 from raysgd.core.engine.shared.interface import Call, CallHandle, Left
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.snapshots import NewestSnapshot
-from raysgd.core.history.history import CallRecord, RecordBeside, as_test
-from raysgd.core.numbers.results import CallProgress, Metrics
-from raysgd.exceptions import NoDataError, OnFailure
+from raysgd.core.history.history import RecordBeside, as_test
+from raysgd.core.numbers.results import CallProgress
+from raysgd.exceptions import OnFailure
 from raysgd.trainer.configuration import ReplicaSettings
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.shared_data import DataSharing, Requests, stored_once
@@ -213,7 +214,7 @@ class TrainerCalls:
             listeners.tell_end("train", options, answers[0])
         life.recorder.trained = answers[0].epoch_idx + 1
         if largest is not None:
-            largest.learn(answers[0].largest_batch)
+            largest.size = answers[0].largest_batch
         result = life.framework.merged(answers, reduce_results)
         self._warn_of_nan(result)
         return record(result, controller.num_workers)
@@ -280,24 +281,6 @@ class TrainerCalls:
                 "`%s` is NaN: lower the learning rate, clip gradients, or look for NaN in the data", names[0]
             )
 
-    def start_validation(self, options: EpochRequest, dataset: Any, reduce_results: bool, blocking: bool) -> Any:
-        """Validate, and return the result, or a handle to the call if `blocking` is False.
-
-        Raises:
-            NoDataError: `blocking` is False, and there is no validation data.
-        """
-        work = partial(self.validate, options, dataset, reduce_results)
-        if blocking:
-            return work()
-        if dataset is None and not self.life.facts.has_validation:
-            raise NoDataError(
-                "`validate(blocking=False)` has nothing to validate on: register validation data in `setup`, or pass "
-                "`dataset`."
-            )
-        if not self.validates_beside:
-            return self.life.begin_in_background(work)
-        return self.begin_validation(options, dataset, reduce_results)
-
     def validate(
         self,
         options: EpochRequest,
@@ -305,24 +288,18 @@ class TrainerCalls:
         reduce_results: bool = True,
         of_fit: bool = False,
         inside: tuple[int, int] | None = None,
+        kind: Literal["validation", "test"] = "validation",
     ) -> Any:
         """Evaluate on the validation data, or on `dataset` if it is not None. Return the result for the user.
 
-        See `CallRecorder.begin` for the last two arguments.
+        For a test, the names of the metrics start with `test_`. See `CallRecorder.begin` for the last three arguments.
         """
-        record = self.life.recorder.begin("validation", of_fit, inside)
-        return record(self._evaluated(options, dataset, reduce_results), self.life.controller.num_workers)
-
-    def test(self, options: EpochRequest, dataset: Any) -> Metrics:
-        """Evaluate on `dataset`, and return the metrics. Their names start with `test_`."""
-        record = self.life.recorder.begin("test")
-        return record(as_test(self._evaluated(options, dataset)), self.life.controller.num_workers)
-
-    def _evaluated(self, options: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
+        record = self.life.recorder.begin(kind, of_fit, inside)
         answers = self.answers_of_validation(options, dataset)
         if not options.is_inside:
             self.life.framework.after_evaluation(self.life)
-        return self._checked(answers, options, reduce_results)
+        result = self._checked(answers, options, reduce_results)
+        return record(as_test(result) if kind == "test" else result, self.life.controller.num_workers)
 
     def _checked(self, answers: Sequence[EpochAnswer], options: EpochRequest, reduce_results: bool) -> Any:
         self.life.framework.check_answers(self.life, "validation", answers, options.num_steps)
@@ -376,11 +353,7 @@ class TrainerCalls:
         return False
 
     def begin_validation(
-        self,
-        options: EpochRequest,
-        dataset: Any,
-        reduce_results: bool,
-        note: Callable[[Callable[[], CallRecord]], object] | None = None,
+        self, options: EpochRequest, dataset: Any, reduce_results: bool = True, of_fit: bool = False
     ) -> CallHandle[Any]:
         """Start validating the current training state on a spare worker, while training continues.
 
@@ -390,15 +363,15 @@ class TrainerCalls:
             options: Options of the call.
             dataset: Data to validate on instead of the registered data, or None.
             reduce_results: Whether to merge the metrics of the workers.
-            note: For `fit`: function that receives, in a background thread, the function that adds the result to the
-                history. If None, the result is added to the history as soon as the validation ends.
+            of_fit: Whether `fit` makes the call. The handle's result is then a pair: the metrics, and the function that
+                adds them to the history. Otherwise, they are added as soon as the validation ends.
         """
         life = self.life
 
         def take_state() -> tuple[Validation, RecordBeside]:
             newest, sharing = life.newest_snapshot(), life.new_sharing()
             validate = self.begin_on_spare(options, dataset, life.replicas.settings, sharing, newest)
-            return validate, self.life.recorder.begin_beside(of_fit=note is not None)
+            return validate, life.recorder.begin_beside(of_fit)
 
         def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
             validate, add = taken
@@ -406,7 +379,9 @@ class TrainerCalls:
             answers = validate(on_wait)
             result = self._checked(answers, options, reduce_results)
             ended = partial(add, result, began_at, time.perf_counter() - began)
-            ended() if note is None else note(ended)
+            if of_fit:
+                return result, ended
+            ended()
             return result
 
         return life.begin_in_background(take_state, evaluate)
@@ -501,7 +476,9 @@ def outputs_in_rounds(
         if is_new and source.share is not None:
             shares = [(share,) for share in stored_once(life.store, [source.share] * len(worlds))]
         arguments, first, is_last = list[tuple[Any, ...]](), num_done, num_done + len(pieces) == total
-        for rank, own in enumerate(dealt(pieces, len(worlds))):
+        remaining = iter(pieces)
+        for rank, num_own in enumerate(even_counts(len(pieces), len(worlds))):
+            own = list(islice(remaining, num_own))
             request = PredictRequest(key, info, target, first, num_done, len(worlds), total, is_last)
             work, is_large = source.work(own), sum(map(trees.nbytes, own)) > _LARGE_BYTES
             arguments.append((request, life.store(rank, work) if is_large else work, *shares[rank]))
@@ -525,15 +502,3 @@ def outputs_in_rounds(
         tell(num_done, is_done=True)
     finally:
         source.close()
-
-
-def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
-    """Divide a list of batches into consecutive parts, one per worker, as evenly as possible.
-
-    Examples:
-        >>> dealt([1, 2, 3, 4, 5], 3)
-        [[1, 2], [3, 4], [5]]
-    """
-    size, more = divmod(len(pieces), num_workers)
-    ends = [rank * size + min(rank, more) for rank in range(num_workers + 1)]
-    return [pieces[start:stop] for start, stop in pairwise(ends)]

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from raysgd.core.history.history import CallRecord
 from raysgd.core.numbers.meters import NUM_SAMPLES, MetricSummary
 from raysgd.core.numbers.results import merge, validation_name
 from raysgd.core.sending import is_sendable
-from raysgd.exceptions import NoDataError, OnFailure, RaySGDError, UnpicklableError, WorkersLostError
+from raysgd.exceptions import NoDataError, OnFailure, UnpicklableError, WorkersLostError, failure_logged
 from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
 from raysgd.trainer.driver.life import TrainerLife
 from raysgd.trainer.driver.listeners import Listener, StepReader
@@ -91,9 +91,6 @@ class TrainedEpoch:
         shown: The epoch's metrics in the trainer's history, a dictionary. The trainer's history also covers calls
             outside this run.
         handle: Handle of the epoch's validation if it runs concurrently with training. Otherwise, None.
-        ended: List with the function that adds the result of the concurrent validation to the trainer's history. Empty
-            until that validation has ended. The background thread that waits for the validation appends the function,
-            and the run's thread calls it.
         is_told: True if the `on_result` method of callbacks has been called for this epoch.
     """
 
@@ -101,8 +98,7 @@ class TrainedEpoch:
     trained: Any
     row: dict[str, Any]
     shown: dict[str, Any]
-    handle: CallHandle[Any] | None = None
-    ended: list[Callable[[], CallRecord]] = field(default_factory=list)
+    handle: CallHandle[tuple[Any, Callable[[], CallRecord]]] | None = None
     is_told: bool = False
 
 
@@ -222,16 +218,11 @@ class EpochResults:
         """Return True if a validation follows the epoch with this number."""
         return self.validates and epoch % self._validation_freq == 0
 
-    @property
-    def validates_beside(self) -> bool:
-        """True if this run can validate its epochs on spare workers, while the other workers train."""
-        return self.validates and self._trainer.validates_beside
-
     def validate(self, epoch: TrainedEpoch) -> None:
         """Validate after an epoch. If validation runs concurrently with training, only start the validation."""
         trainer, dataset = self._trainer, self._dataset
         if self._run.validates_beside:
-            epoch.handle = trainer.begin_validation(epoch_options(None), dataset, True, epoch.ended.append)
+            epoch.handle = trainer.begin_validation(epoch_options(None), dataset, of_fit=True)
             self.awaited = epoch
             return
         # Validate on all data from the start, even if a callback has just validated on its first few batches.
@@ -270,17 +261,18 @@ class EpochResults:
         Returns:
             True if the validation metrics have changed the training state, through a learning rate scheduler.
         """
-        epoch, changes_state, validated = self.awaited, False, {}
+        epoch, changes_state, ended = self.awaited, False, None
         if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
             return False
         self.awaited = None
         with self._life.figures.accounts.waiting_for_validation(), self._noting_lack_of_data():
             try:
-                validated = epoch.handle.result()
+                ended = epoch.handle.result()
             except WorkersLostError as error:
                 logger.warning("epoch %d has no metrics of validation: %s", epoch.number, error)
         self.take_records()
-        for add in epoch.ended:
+        if ended is not None:
+            validated, add = ended
             self._run.history.add(add(), epoch.row)
             self._seen = self._life.recorder.history.extent
             changes_state = self._life.framework.after_validation(self._life, epoch.trained, validated)
@@ -445,10 +437,9 @@ class StepReports:
         def take_out() -> None:
             if self.journal is not None:
                 self.journal.fetch()  # users who look for the cause of an error need the steps before it
-            try:
+            # An error here must not hide the error that ended the run.
+            with failure_logged(logger.warning, "could not take callbacks out of the workers: %r"):
                 use(())
-            except RaySGDError as error:  # only log this error, so that it does not hide the error that ended the run
-                logger.warning("could not take callbacks out of the workers: %r", error)
 
         with OnFailure(take_out):
             if not self._is_taken_over:  # otherwise, the process that started this run has already done it
@@ -458,10 +449,8 @@ class StepReports:
 
     def fetch(self) -> None:
         """Fetch the reports on steps that the driver lacks. Called after the workers have stopped between two steps."""
-        if self._steps is not None:
-            self._steps(is_done=True)
-        if self.journal is not None:
-            self.journal.fetch()
+        for reader in self.readers:
+            reader(True)
 
     def open_steps(self) -> list[Any] | None:
         """Return the step metrics that have not been passed to callbacks yet, as plain data for the sidecar.

@@ -267,7 +267,8 @@ class FitRun:
         is_pending = self._resume()
         if self._reports.journal is not None:
             self.history.journal = self._life.recorder.history.journal = self._reports.journal.folder
-        run.validates_beside = self._options.validate == ASYNC and results.validates_beside
+        is_asked = self._options.validate == ASYNC and results.validates
+        run.validates_beside = is_asked and self._trainer_calls.validates_beside
         error: BaseException | None = None
         try:
             self._calls.begin_run()
@@ -502,15 +503,9 @@ class FitRun:
             landed = self._life.controller.snapshots.landed
             step = 0 if landed is None else self._life.framework.place_in(landed)[1]
             begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
-            self._begun = replace(begun, owes_validation=self._owes_validation(begun))
-
-    def _owes_validation(self, begun: BegunEpoch) -> bool:
-        """Return True if `validate_every_n_steps` requires a validation at the step where the epoch paused.
-
-        Return False if that step is the epoch's last step and a validation follows the epoch anyway.
-        """
-        is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
-        return is_due and not (begun.is_exhausted and self._results.is_due(self._run.epoch))
+            is_due = self._pauses is not None and self._pauses.validates_at(step)
+            follows_anyway = begun.is_exhausted and self._results.is_due(self._run.epoch)
+            self._begun = replace(begun, owes_validation=is_due and not follows_anyway)
 
     def _finds_snapshot(self) -> bool:
         """Return True if the last snapshot in the driver is newer than the last checkpoint file.

@@ -75,11 +75,8 @@ class Leaving:
 
     def is_due(self) -> bool:
         """Return True if the run must stop now."""
-        return self.signal is not None or self._is_late()
-
-    def _is_late(self) -> bool:
-        if self._max_s is None:
-            return False
+        if self.signal is not None or self._max_s is None:
+            return self.signal is not None
         save_s = self._slowest_save_s
         reserve_s = min(_FIRST_SAVE_S, self._max_s / 2) if save_s is None else 2 * save_s
         return self._now() - self._began >= self._max_s - reserve_s

@@ -109,7 +109,14 @@ class Framework(ABC):
 
     def check_config(self, life: TrainerLife, config: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the config as a dictionary, or raise an error if the trainer cannot work with it."""
-        return checks.check_config(config)
+        checked = checks.check_config(config)
+        self.check_settings(replace(life.settings, config=checked), life.group_settings.num_workers)
+        return checked
+
+    @staticmethod
+    @abstractmethod
+    def check_settings(settings: Any, num_workers: int) -> None:
+        """Raise an error if the config in these settings is invalid, or cannot work with this number of workers."""
 
     @abstractmethod
     def check_reload(self, life: TrainerLife, operator_cls: Any) -> None:
@@ -334,7 +341,8 @@ class LargestBatch:
     Every attempt at a call sends this number to all workers.
 
     Attributes:
-        size: The number. None until memory runs out: each worker then processes its whole share of a global batch.
+        size: The number. None until memory runs out: each worker then processes its whole share of a global batch. Set
+            after each call to the size that the workers have used, perhaps because they loaded it from a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -365,10 +373,6 @@ class LargestBatch:
             self.size *= 2
         self._members = members
         return self.size
-
-    def learn(self, size: int | None) -> None:
-        """Record the size that the workers have used in a call, perhaps because they loaded it from a checkpoint."""
-        self.size = size
 
 
 @contextmanager

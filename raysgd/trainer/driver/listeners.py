@@ -9,6 +9,7 @@ from operator import methodcaller
 
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number
+from raysgd.exceptions import failure_logged
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 logger = logging.getLogger(__name__)
@@ -102,11 +103,10 @@ class ProgressListeners:
         must not wait.
         """
         transfer = self._controller.ensure_group().fetch(0, methodcaller("progress"))
-        try:
-            progress: CallProgress | None = transfer.result(1.0)
-        except Exception as error:  # only log the error: if the worker is lost, the running call itself reports that
-            logger.debug("no news of the running call: %s", error)
-            return
+        progress: CallProgress | None = None
+        # If the worker is lost, the running call itself reports that.
+        with failure_logged(logger.debug, "no news of the running call: %s"):
+            progress = transfer.result(1.0)
         if progress is not None:
             self.tell(progress)
 

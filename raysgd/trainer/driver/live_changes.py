@@ -56,7 +56,11 @@ def change_config(life: TrainerLife, changes: Mapping[str, Any]) -> None:
         changes: New values by name.
     """
     with life.controller.turns.take_turn():
-        settings = _with_changes(life, changes)
+        refuse_changes(life.settings.config, changes)
+        # Take the old values from `replicas`, where they are in a form that can be pickled.
+        old_values = {name: life.replicas.settings.config[name] for name in changes}
+        config = life.framework.check_config(life, checks.with_entries(life.settings.config, changes))
+        settings = replace(life.settings, config=config, config_changes=(*life.settings.config_changes, old_values))
         with naming_config_entries(settings.config):
             options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
             answers = life.on_all(life.framework.runner_cls.change_config, life.framework.to_send(settings), **options)
@@ -69,16 +73,6 @@ def change_config(life: TrainerLife, changes: Mapping[str, Any]) -> None:
             "override `config_changed(self, config, changed)`, or call `trainer.apply_all_operators`",
             ", ".join(f"`config[{name!r}]`" for name in answers[0]),
         )
-
-
-def _with_changes(life: TrainerLife, changes: Mapping[str, Any]) -> ReplicaSettings:
-    """Check the changes to the config, and return the settings with the new config."""
-    settings = life.settings
-    refuse_changes(settings.config, changes)
-    # Take the old values from `replicas`, where they are in a form that can be pickled.
-    old_values = {name: life.replicas.settings.config[name] for name in changes}
-    config = life.framework.check_config(life, checks.with_entries(settings.config, changes))
-    return replace(settings, config=config, config_changes=(*settings.config_changes, old_values))
 
 
 def use_worker_callbacks(life: TrainerLife, callbacks: Sequence[WorkerCallback]) -> None:

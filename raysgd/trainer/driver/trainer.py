@@ -36,6 +36,7 @@ from raysgd.core.numbers.results import Metrics
 from raysgd.core.numbers.timing import TimeLedger
 from raysgd.core.text.cards import card
 from raysgd.core.text.tracebacks import hide_library_frames
+from raysgd.exceptions import NoDataError
 from raysgd.trainer.configuration import GroupSettings, Recovery, ReplicaSettings
 from raysgd.trainer.driver import live_changes
 from raysgd.trainer.driver.calls import TrainerCalls, epoch_options, outputs_in_rounds, usual_batch_size
@@ -286,7 +287,17 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         if dataset is not None:
             self._life.framework.check_dataset(self._life, dataset, training=False)
         checks.refuse_text(blocking=blocking)
-        return self._calls.start_validation(options, dataset, reduce_results, blocking)
+        work = partial(self._calls.validate, options, dataset, reduce_results)
+        if blocking:
+            return work()
+        if dataset is None and not self._life.facts.has_validation:
+            raise NoDataError(
+                "`validate(blocking=False)` has nothing to validate on: register validation data in `setup`, or pass "
+                "`dataset`."
+            )
+        if self._calls.validates_beside:
+            return self._calls.begin_validation(options, dataset, reduce_results)
+        return self._life.begin_in_background(work)
 
     @abstractmethod
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
@@ -428,7 +439,8 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
     def test(self, dataset: Any) -> Metrics:
         """Evaluate on `dataset`, as `validate(dataset=...)` does. The names of the metrics start with `test_`."""
         self._life.framework.check_dataset(self._life, dataset, training=False)
-        return self._calls.test(epoch_options(None), dataset)
+        result: Metrics = self._calls.validate(epoch_options(None), dataset, kind="test")
+        return result
 
     @property
     def history(self) -> History:

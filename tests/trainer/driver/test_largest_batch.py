@@ -29,5 +29,5 @@ def test_workers_that_replace_all_others_begin_with_the_size_that_was_found() ->
 
 def test_a_size_that_workers_have_loaded_is_kept() -> None:
     largest = LargestBatch()
-    largest.learn(6)
+    largest.size = 6
     assert largest.for_group("ab") == 6
