@@ -71,7 +71,6 @@ class DetachedTrainer:
     def __init__(self, name: str, actor: Any) -> None:
         self._name, self._actor, self._session = name, actor, session()
         self._program, self._words = uuid.uuid4().hex, _this_program()
-        self._num_calls = 0
         self._given: list[str] = []
         self._seen: int | None = None
         self._help: dict[str, str] = {}
@@ -185,9 +184,7 @@ class DetachedTrainer:
 
     def _request(self, kind: str, name: str, arguments: bytes) -> CallRequest:
         self._check_not_ended()
-        self._num_calls += 1
-        token = f"{self._program}-{self._num_calls}"
-        return CallRequest(token, kind, name, arguments, self._program, self._words, os.getcwd())
+        return CallRequest(uuid.uuid4().hex, kind, name, arguments, self._program, self._words, os.getcwd())
 
     def _run(self, kind: str, name: str, arguments: bytes) -> Any:
         """Make a call to the trainer's process, wait until the call has ended, and return its result.

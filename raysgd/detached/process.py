@@ -24,7 +24,7 @@ from raysgd._version import __version__
 from raysgd.core.cluster import keeper as outliving
 from raysgd.detached.call_log import OF_ITERATORS, CallLog, Journal, LoggedCall, journal_path
 from raysgd.detached.protocol import Detached, Output, Piece, RemoteIterator, packed_answer, unpacked_arguments
-from raysgd.exceptions import OnFailure, TrainerLostError
+from raysgd.exceptions import OnFailure, TrainerLostError, failure_logged
 from raysgd.storage import open_folder
 
 logger = logging.getLogger(__name__)
@@ -191,14 +191,12 @@ class TrainerProcess:
     def _save_and_end(self) -> None:
         import ray
 
-        try:
+        # No attached program could receive an error, and resources must still be freed.
+        name, log = self._settings.name, logger.exception
+        with failure_logged(log, "the detached trainer `%s` could not be saved: %s", name):
             self._save_left("the detached trainer was not needed any more")
-        except Exception:  # no attached program could receive the error, and resources must still be freed
-            logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
-        try:
+        with failure_logged(log, "the workers of the detached trainer `%s` could not be ended: %s", name):
             self._end_trainer()
-        except Exception:  # the process must end even if this fails
-            logger.exception("the workers of the detached trainer `%s` could not be ended", self._settings.name)
         self._journal.discard()
         ray.kill(ray.get_runtime_context().current_actor)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -310,10 +310,6 @@ def as_ray_config(config: RunConfig) -> Any:
     """
     tune = tune_trial.require_tune(_NEEDED_BY)
     kept = config.checkpoint_config
-    optional: dict[str, Callable[[Any], Any] | Any] = {
-        "verbose": config.verbose,
-        "progress_reporter": config.progress_reporter,
-    }
     return tune.RunConfig(
         name=config.name,
         storage_path=None if config.storage_path is None else _as_place(config.storage_path),
@@ -329,7 +325,8 @@ def as_ray_config(config: RunConfig) -> Any:
         stop=config.stop,
         callbacks=None if config.callbacks is None else for_tune(config.callbacks),
         log_to_file=config.log_to_file,
-        **{name: value for name, value in optional.items() if value is not None},
+        verbose=config.verbose,
+        progress_reporter=config.progress_reporter,
     )
 
 
