@@ -99,10 +99,8 @@ def installed_versions() -> dict[str, str]:
     """Return the versions of those packages in `OLDEST` that are installed."""
     versions = {}
     for package in OLDEST:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

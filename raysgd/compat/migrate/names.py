@@ -349,9 +349,7 @@ def _dotted(name: str) -> cst.Name | cst.Attribute:
 def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallStatement:
     """Return an import statement for some of the names of a longer statement. An empty `module` means `import NAME`."""
     names = [name.with_changes(comma=cst.MaybeSentinel.DEFAULT) for name in names]
-    if module:
-        return cst.ImportFrom(module=_dotted(module), names=names)
-    return cst.Import(names=[name if name.asname is not None else name.with_changes(asname=None) for name in names])
+    return cst.ImportFrom(module=_dotted(module), names=names) if module else cst.Import(names=names)
 
 
 def _unique(aliases: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:

@@ -255,10 +255,8 @@ class TrainerCalls:
             figures.accounts.note_times(figures.heartbeats)
         finally:
             figures.accounts.end_call()
-        num_samples = 0
-        for answer in answers:
-            num_samples += int(answer.num_inherited)
-            num_samples += 0 if answer.heartbeat is None else answer.heartbeat.num_samples
+        num_samples = sum(heartbeat.num_samples for heartbeat in figures.heartbeats.values())
+        num_samples += sum(int(answer.num_inherited) for answer in answers)
         figures.samples_per_s = num_samples / (time.perf_counter() - began) or None
         figures.report()
         # 0 samples if the user's own training loop does not count them.
