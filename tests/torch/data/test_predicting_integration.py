@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.data import RayBatches
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.trainer.driver.calls import dealt, next_round_size
+from raysgd.trainer.driver.calls import next_round_size
 
 pytestmark = pytest.mark.integration
 
@@ -105,8 +105,3 @@ def test_rounds_are_long_enough_and_fit_in_memory() -> None:
     assert next_round_size(1024, seconds=0.5, num_bytes=2**20, num_batches=2, num_workers=4) == 32
     assert next_round_size(32, seconds=5.0, num_bytes=1, num_batches=1, num_workers=4) == 16
     assert next_round_size(16, seconds=5.0, num_bytes=2**40, num_batches=1, num_workers=4) == 1
-
-
-def test_runs_of_batches_are_about_as_long() -> None:
-    assert dealt([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
-    assert dealt([1], 3) == [[1], [], []]
