@@ -68,7 +68,7 @@ def shards_picture() -> str:
         top = TOP - 10 + index * ROW
         rows.append(f'<text x="0" y="{top + 21}">{name}</text>')
         for rank in range(world_size):
-            for part in ShardedGlobalBatch(NUM_SHARDS, world_size, NUM_SHARDS).parts(NUM_SHARDS, rank):
+            for part in ShardedGlobalBatch(NUM_SHARDS, world_size, num_shards=NUM_SHARDS).parts(NUM_SHARDS, rank):
                 x, kind = SHARDS_LEFT + part.start * SHARD_WIDTH, "odd" if rank % 2 else "even"
                 rows.append(f'<rect class="{kind}" x="{x}" y="{top}" width="{SHARD_WIDTH - 4}" height="32" rx="3"/>')
                 rows.append(f'<text class="in" x="{x + 8}" y="{top + 21}">shard {part.start}, worker {rank}</text>')

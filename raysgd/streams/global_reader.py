@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from raysgd.core.arrays.division import BatchPlan, BatchShare, Division, ShardedGlobalBatch
+from raysgd.core.arrays.division import BatchPlan, BatchShare, Division
 from raysgd.streams.lanes import ENDLESS, LanePosition, LaneSlice, Place, StreamPass, StreamPosition, deal, slices
 from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 
@@ -29,8 +29,7 @@ StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
 
 It returns a function that waits for the sums and returns them.
 """
-Shares: TypeAlias = Division | ShardedGlobalBatch
-"""Splits global batches among workers."""
+
 # Number of rows in the padding batch of a worker that has not had any rows yet. Two, because batch normalization raises
 # an error for a single row.
 _NUM_SHOWN = 2
@@ -204,7 +203,7 @@ class GlobalReader:
     def __init__(
         self,
         of_pass: StreamPass,
-        shares: Shares,
+        shares: Division,
         rank: int,
         begin: StreamPosition,
         loading: BatchLoader,

@@ -12,13 +12,13 @@ from operator import itemgetter
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd.core.arguments import is_integer
-from raysgd.core.arrays.division import NO_BATCH, BatchPlan, PlannedBatch, with_seeds
-from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
+from raysgd.core.arrays.division import NO_BATCH, BatchPlan, Division, PlannedBatch, with_seeds
+from raysgd.streams.global_reader import GlobalReader, StartSum, StreamBatch, alone
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, StreamPass, StreamPosition, lanes_of, numbered_rows
 from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProcesses, collated
 from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, Stream, check_shards
 
-Divide: TypeAlias = Callable[[int, int], Shares]
+Divide: TypeAlias = Callable[[int, int], Division]
 """Function that takes the global batch size and the number of workers, and returns an object that splits batches."""
 _NUM_POSITIONS = 64
 
@@ -248,10 +248,10 @@ class StreamSource:
     @property
     def num_shards(self) -> int:
         """Number of shards into which each global batch is split with `deterministic=True`. Otherwise 0."""
-        return getattr(self._shares, "num_shards", 0)
+        return self._shares.num_shards
 
     @property
-    def _shares(self) -> Shares:
+    def _shares(self) -> Division:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:

@@ -30,7 +30,7 @@ from raysgd.trainer.driver.life import Framework, TrainerLife
 from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all
 from raysgd.trainer.messages.comparison import check_equal
 from raysgd.trainer.messages.epochs import EpochAnswer
-from raysgd.trainer.messages.prediction import BatchRequest, Found
+from raysgd.trainer.messages.prediction import BatchRequest, PredictionSource
 from raysgd.trainer.worker.replica_state import RESUME, check_parts, place_in
 from raysgd.utils import BATCH_SIZE
 
@@ -242,7 +242,7 @@ class TFFramework(Framework):
             return super().merged(answers[:1], reduce_results=False)[0]
         return super().merged(answers, reduce_results)
 
-    def to_predict(self, data: Any, asked: BatchRequest) -> Found:
+    def to_predict(self, data: Any, asked: BatchRequest) -> PredictionSource:
         return sources.source_to_predict(data, asked)
 
     def content_of(self, snapshot: Snapshot) -> Content:

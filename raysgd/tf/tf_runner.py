@@ -51,8 +51,7 @@ class TFRunner(ClassRunner):
         internals, feed = self.operator._raysgd, self._hosted.feed
         registered = internals.data
         feed.take_share("validation", request, share)
-        dataset = feed.made_of_call("validation")
-        internals.data = replace(registered, validation_dataset=dataset)
+        internals.data = replace(registered, validation_dataset=feed.made_of_call["validation"])
         try:
             return super().validate(replace(request, shard_key=None, starts_over=True))
         finally:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.arguments import answer_mistakes, check_seed
+from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
 from raysgd.core.arrays.user_data import RayLoader, ray_batches
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
-from raysgd.tf.data.sources import data_of, dataset_of, dataset_over, inputs, loader_of
+from raysgd.tf.data.sources import as_batch, data_of, dataset_of, dataset_over, inputs
 from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, num_samples, zeros
@@ -228,12 +229,8 @@ class TrainingOperator(BaseOperator):
         Ranks may have different numbers of batches, so the loop must not call collectives.
         """
         internals = self._raysgd
-        meters, validate_batch = internals.new_meters(), bind_batch_info(self.validate_batch)
         internals.reset_metrics()
-        for batch_idx, batch in enumerate(val_iterator):
-            metrics = validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-            meters.update(*internals.values_and_weight(metrics, "validate_batch"))
-        summary = meters.summary()
+        summary = internals.validated(val_iterator, info)
         summary.update(internals.metric_results("val_"))
         return summary
 
@@ -352,7 +349,7 @@ class TrainingOperator(BaseOperator):
         for name, dataset in by_name.items():
             batches = ray_batches(dataset)
             if batches is not None:
-                loaders[name] = loader_of(batches, self.config, self._raysgd.context.world)
+                loaders[name] = RayLoader(batches.sized(self.config), self._raysgd.context.world, as_batch)
                 by_name[name] = dataset_over(loaders[name])
             elif isinstance(dataset, Stream):
                 reason = self._raysgd.context.settings.obstacle_of_streams
@@ -390,10 +387,10 @@ class TrainingOperator(BaseOperator):
         info = {"batch_idx": 0, "global_step": 0, "warm_up": True, **internals.info_of_call(None, 0)}
         internals.train_function = internals.compiled(self.train_step)  # training reuses the compiled step
         for number in (1, 2):  # with the second batch size, TensorFlow traces the step for all batch sizes
-            step.num_samples = number
+            step.plan = BatchPlan(number)
             batch = zeros(internals.data.train_dataset.element_spec, number)
             bind_batch_info(self.train_batch)(batch, info)
-        step.num_samples = None
+        step.plan = BETWEEN_BATCHES
         internals.reset_metrics()
 
 

@@ -463,15 +463,10 @@ class TrainingOperator(BaseOperator):
 
         Do not run collectives here: workers may have different numbers of batches.
         """
-        internals = self._raysgd
         for model in self._models_of("validate_batch"):
             model.eval()
-        meters, validate_batch = internals.new_meters(), bind_batch_info(self.validate_batch)
         with torch.no_grad():
-            for batch_idx, batch in enumerate(val_iterator):
-                metrics = validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-                meters.update(*internals.values_and_weight(metrics, "validate_batch"))
-        return meters.summary()
+            return self._raysgd.validated(val_iterator, info)
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

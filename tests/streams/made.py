@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.arrays.division import Division
-from raysgd.streams.global_reader import GlobalReader, Numbers, Shares, StartSum, StreamBatch, alone
+from raysgd.streams.global_reader import GlobalReader, Numbers, StartSum, StreamBatch, alone
 from raysgd.streams.lanes import StreamPass, StreamPosition, lanes_of
 from raysgd.streams.loaders import BatchMaker
 from raysgd.streams.stream import Pipeline, Shard, Stream, check_shards
@@ -82,7 +82,7 @@ def division(global_size: int, world_size: int, cap: int | None = None) -> Divis
 
 def reader(
     of_pass: StreamPass,
-    shares: Shares,
+    shares: Division,
     rank: int,
     begin: StreamPosition = START,
     start_sum: StartSum = alone,

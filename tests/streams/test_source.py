@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ def test_weights_average_to_one_over_the_ranks() -> None:
 def test_logical_shards_and_their_seeds_do_not_depend_on_the_number_of_workers() -> None:
     def shards(world_size: int) -> list[Any]:
         stream = MadeStream([40]).batch(16)
-        data = stream_data(stream, "train", lambda size, number: ShardedGlobalBatch(size, number, 4), world_size)
+        data = stream_data(stream, "train", partial(ShardedGlobalBatch, num_shards=4), world_size)
         sources = [source_of(data, rank=rank, world_size=world_size) for rank in range(world_size)]
         assert sources[0].num_shards == 4
         found = [item for each in sources for item in each.open(0, 0) if item.plan.num_samples]

@@ -68,7 +68,7 @@ def values(answer: EpochAnswer) -> dict[str, Any]:
 
 def test_the_facts_tell_what_is_registered() -> None:
     facts = make_runner(shuffle=True, seed=3).setup()
-    assert (facts.num_models, facts.num_optimizers, facts.num_schedulers) == (1, 1, None)
+    assert (facts.num_models, facts.num_optimizers, facts.num_schedulers) == (1, 1, 0)
     assert facts.train_data == "20 samples, shuffled, batch_size=4, drop_last=False"
     assert facts.validation_data == "13 samples, sequential, batch_size=4, drop_last=False"
     assert facts.seed == 3

@@ -122,47 +122,6 @@ class BatchShare(NamedTuple):
     plan: BatchPlan
 
 
-@dataclass(frozen=True)
-class ShardedGlobalBatch:
-    """Splits global batches into a fixed number of shards, which stay the same if the number of workers changes.
-
-    Attributes:
-        global_size: Number of samples in a full global batch.
-        world_size: Number of workers.
-        num_shards: Number of shards per global batch. Each worker processes consecutive shards, one after the other.
-        cap: Largest number of samples in a shard; None for no limit. Set `num_shards` high enough for this limit.
-
-    Examples:
-        >>> [len(ShardedGlobalBatch(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
-        [2, 1, 1]
-    """
-
-    global_size: int
-    world_size: int
-    num_shards: int
-    cap: int | None = None
-
-    def num_batches(self, num_samples: int) -> int:
-        """Return the largest number of shards that any worker processes for one global batch of any size.
-
-        Each shard is one batch.
-        """
-        return -(-self.num_shards // self.world_size)
-
-    def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the shards that rank `rank` processes for one global batch with `num_samples` samples.
-
-        Empty shards are left out, unless the rank has no other shard: it then gets one empty shard. No rank gets more
-        than `num_batches` shards, so `num_batches` gradient buffers always suffice.
-        """
-        stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
-        bounds = [(start, stop) for start, stop in pairwise(stops) if start < stop]
-        counts = even_counts(len(bounds), self.world_size)
-        first = sum(counts[:rank])
-        own = bounds[first : first + counts[rank]] or [(0, 0)]
-        return _planned(own, [num_samples] * len(own), self.world_size)
-
-
 def _planned(bounds: Sequence[tuple[int, int]], totals: Sequence[int], world_size: int) -> list[BatchShare]:
     """Return the batches of one worker in a global batch, with their plans."""
     last, numbered = len(bounds) - 1, enumerate(zip(bounds, totals, strict=True))
@@ -209,10 +168,10 @@ class Division:
         global_size: Number of samples of a full global batch, all workers together.
         world_size: Number of workers.
         cap: Largest number of samples in a batch of one worker; None for no limit.
+        num_shards: Number of shards of a global batch that stay the same if the number of workers changes, in a
+            `ShardedGlobalBatch`; otherwise 0.
 
     Examples:
-        >>> Division(global_size=18, world_size=7).counts(18)
-        [3, 3, 3, 3, 2, 2, 2]
         >>> parts = Division(global_size=18, world_size=2, cap=5).parts(18, rank=1)
         >>> [(part.start, part.stop, part.plan.total_samples) for part in parts]
         [(9, 14, 10), (14, 18, 8)]
@@ -221,15 +180,12 @@ class Division:
     global_size: int
     world_size: int
     cap: int | None = None
+    num_shards: int = 0
 
     def num_batches(self, num_samples: int) -> int:
         """Return how many batches each worker processes, one after the other, for one global batch: at least 1."""
         largest = -(-num_samples // self.world_size)
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
-
-    def counts(self, num_samples: int) -> list[int]:
-        """Return each worker's number of samples in a global batch with `num_samples` samples, by rank."""
-        return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
         """Return the batches that rank `rank` processes for one global batch with `num_samples` samples.
@@ -244,3 +200,36 @@ class Division:
         """Return a list for each worker: the sizes of the batches that it processes for one global batch."""
         shares = even_shares(num_samples, self.world_size * self.num_batches(num_samples), self.cap)
         return [shares[rank :: self.world_size] for rank in range(self.world_size)]
+
+
+@dataclass(frozen=True)
+class ShardedGlobalBatch(Division):
+    """Splits global batches into a fixed number of shards, which stay the same if the number of workers changes.
+
+    Each worker processes consecutive shards, one after the other. `cap` limits the samples in a shard, so `num_shards`
+    must be high enough for it.
+
+    Examples:
+        >>> [len(ShardedGlobalBatch(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
+        [2, 1, 1]
+    """
+
+    def num_batches(self, num_samples: int) -> int:
+        """Return the largest number of shards that any worker processes for one global batch of any size.
+
+        Each shard is one batch.
+        """
+        return -(-self.num_shards // self.world_size)
+
+    def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
+        """Return the shards that rank `rank` processes for one global batch with `num_samples` samples.
+
+        Empty shards are left out, unless the rank has no other shard: it then gets one empty shard. No rank gets more
+        than `num_batches` shards, so `num_batches` gradient buffers always suffice.
+        """
+        stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
+        bounds = [(start, stop) for start, stop in pairwise(stops) if start < stop]
+        counts = even_counts(len(bounds), self.world_size)
+        first = sum(counts[:rank])
+        own = bounds[first : first + counts[rank]] or [(0, 0)]
+        return _planned(own, [num_samples] * len(own), self.world_size)

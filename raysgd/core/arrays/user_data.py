@@ -52,13 +52,14 @@ Columns = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class BatchForm:
-    """The settings of a `RayBatches` that say how rows become batches. The docstring of `RayBatches` explains them."""
+    """The settings of a `RayBatches` that say how rows become batches. The docstring of `RayBatches` explains them.
 
-    batch_size: int | None
-    feature_columns: Columns
-    label_column: Columns
-    transform: Callable[[Any], Any] | None
-    prefetch_batches: int
+    By default, batches have the columns or arrays unchanged.
+    """
+
+    feature_columns: Columns = None
+    label_column: Columns = None
+    transform: Callable[[Any], Any] | None = None
 
     @property
     def columns(self) -> list[str] | None:
@@ -70,10 +71,6 @@ class BatchForm:
 
 def _listed(columns: Columns) -> list[str]:
     return [columns] if isinstance(columns, str) else list(columns or ())
-
-
-PLAIN_FORM = BatchForm(None, None, None, None, 1)
-"""The form of batches that contain the columns or arrays unchanged."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +126,7 @@ class RayBatches:
     @property
     def form(self) -> BatchForm:
         """The settings that say how rows become batches, without the dataset."""
-        return BatchForm(
-            self.batch_size, self.feature_columns, self.label_column, self.transform, self.prefetch_batches
-        )
+        return BatchForm(self.feature_columns, self.label_column, self.transform)
 
     def sized(self, config: Mapping[str, Any]) -> RayBatches:
         """Return a copy that has a batch size. Take the batch size from the config if `batch_size` is not set.
@@ -158,7 +153,11 @@ class RayBatches:
             iterators = [self._ordered(self.dataset).iterator()]
         else:
             iterators = self._ordered(self._in_blocks()).streaming_split(num_workers, equal=False)
-        return [RayShare(iterator, self.form) for iterator in iterators]
+        return [self.share(iterator) for iterator in iterators]
+
+    def share(self, iterator: Any) -> RayShare:
+        """Return one worker's shard, which Ray Data's iterator over the shard reads."""
+        return RayShare(iterator, self.form, self.batch_size, self.prefetch_batches)
 
     def _in_blocks(self) -> Any:
         """Return the dataset repartitioned into blocks that each contain `batches_per_block` full batches.
@@ -191,21 +190,28 @@ class RayShare:
     Args:
         iterator: Ray's iterator over the shard.
         form: The settings that say how rows become batches.
+        batch_size: Number of rows in a batch. None if unknown.
+        prefetch_batches: Number of batches to read ahead.
     """
 
     iterator: Any
     form: BatchForm
+    batch_size: int | None
+    prefetch_batches: int
 
     def arrays(self) -> Iterator[Mapping[str, Any]]:
         """Yield the batches of one pass as dicts of NumPy arrays."""
-        form = self.form
         yield from self.iterator.iter_batches(
-            batch_size=form.batch_size, batch_format="numpy", prefetch_batches=form.prefetch_batches
+            batch_size=self.batch_size, batch_format="numpy", prefetch_batches=self.prefetch_batches
         )
 
+    def batches(self, convert: Convert) -> Iterator[Any]:
+        """Return an iterator over the batches of the framework that `convert` makes of the arrays."""
+        return (convert(arrays, self.form) for arrays in self.arrays())
 
-Convert = Callable[[Mapping[str, Any], BatchForm], Any]
-"""Converts a dict of arrays into a batch of the framework."""
+
+Convert = Callable[[Any, BatchForm], Any]
+"""Converts arrays, such as a dict of columns, into a batch of the framework."""
 
 
 class RayLoader:
@@ -231,8 +237,7 @@ class RayLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.iterator is None:
             self.iterator = self._whole()
-        form = self.batches.form
-        return (self._convert(arrays, form) for arrays in RayShare(self.iterator, form).arrays())
+        return self.batches.share(self.iterator).batches(self._convert)
 
     def _whole(self) -> Any:
         if self.world.is_distributed:
@@ -353,7 +358,7 @@ class Arrays:
     @property
     def form(self) -> BatchForm:
         """The settings that determine how columns become batches, without the data."""
-        return BatchForm(self.batch_size, self.feature_columns, self.label_column, self.transform, 1)
+        return BatchForm(self.feature_columns, self.label_column, self.transform)
 
 
 def is_frame(data: Any) -> bool:

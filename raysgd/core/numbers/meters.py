@@ -579,32 +579,28 @@ class AverageMeterCollection:
             totals[name] = total, count
         return MetricSummary(values, totals)
 
-    def add_all(self, summaries: Iterable[MetricSummary]) -> None:
-        """Add the metrics and samples of several other collections. See `go_on_from`."""
-        for each in summaries:
-            self.go_on_from(each)
+    def go_on_from(self, *summaries: MetricSummary) -> None:
+        """Add the metrics and samples of other collections, for example of a process that has ended.
 
-    def go_on_from(self, summary: MetricSummary) -> None:
-        """Add the metrics and samples of another collection, for example of a process that has ended.
-
-        The two numbers of batches are not added. The larger number counts.
+        The numbers of batches are not added. The largest number counts.
 
         Args:
-            summary: The summary of that collection.
+            *summaries: The summaries of these collections.
         """
-        self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
-        self.n += summary.get(NUM_SAMPLES, 0)
-        for name, (total, count) in summary.totals.items():
-            meter = self._meters.setdefault(name, NumberMeter(name, self._to_floats))
-            assert isinstance(meter, NumberMeter)
-            meter.add_total(total, count, summary.get(f"last_{name}", float("nan")))
-        for name, state in summary.objects.items():
-            if self._capture_object is None:
-                raise TypeError(f"metric `{name}` is a metric object, which this collection cannot continue.")
-            self.has_objects = True
-            holder = self._meters.setdefault(name, ObjectMeter(name, self._capture_object))
-            assert isinstance(holder, ObjectMeter)
-            holder.add_captured(state)
+        for summary in summaries:
+            self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
+            self.n += summary.get(NUM_SAMPLES, 0)
+            for name, (total, count) in summary.totals.items():
+                meter = self._meters.setdefault(name, NumberMeter(name, self._to_floats))
+                assert isinstance(meter, NumberMeter)
+                meter.add_total(total, count, summary.get(f"last_{name}", float("nan")))
+            for name, state in summary.objects.items():
+                if self._capture_object is None:
+                    raise TypeError(f"metric `{name}` is a metric object, which this collection cannot continue.")
+                self.has_objects = True
+                holder = self._meters.setdefault(name, ObjectMeter(name, self._capture_object))
+                assert isinstance(holder, ObjectMeter)
+                holder.add_captured(state)
 
     def correct(self, summary: MetricSummary) -> None:
         """Replace the sums in this collection with the sums in `summary`. Metric objects are kept.

@@ -22,7 +22,6 @@ from raysgd.core.arrays.user_data import (
     BatchForm,
     CallData,
     Kind,
-    RayBatches,
     RayLoader,
     RepeatedBatches,
     as_arrays,
@@ -41,9 +40,7 @@ from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding, prepare_dataset_shard
 from raysgd.trainer.messages import prediction
 from raysgd.trainer.messages.prediction import (
-    ArrayContainer,
     BatchRequest,
-    Found,
     PredictionSource,
     Work,
     num_rows_of,
@@ -322,15 +319,6 @@ def dataset_of(stream: Stream) -> Any:
     return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
 
 
-def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> RayLoader:
-    """Return a loader for a Ray Data dataset. In each call, the loader receives this worker's shard from the driver.
-
-    Raises:
-        ValueError: Neither `batches` nor the config has a batch size.
-    """
-    return RayLoader(batches.sized(config), world, as_batch)
-
-
 def dataset_over(loader: RayLoader) -> Any:
     """Return a `tf.data.Dataset` over a loader's batches. The loader may receive the batches later.
 
@@ -482,7 +470,7 @@ def batches_of(share: CallData, is_distributed: bool) -> Any:
         ValueError: A shuffled dataset would have a different order on each worker.
     """
     if share.kind == "ray":
-        return RepeatedBatches(lambda: (as_batch(arrays, share.data.form) for arrays in share.data.arrays()))
+        return RepeatedBatches(lambda: share.data.batches(as_batch))
     if share.kind == "rows":
         return share.data()
     dataset = share.data() if share.kind == "creator" else datasets.unpacked(share.data)
@@ -503,8 +491,8 @@ KINDS = (
 )
 
 
-def source_to_predict(data: Any, asked: BatchRequest) -> Found:
-    """Return the source of the batches for a `predict` call, and the container that collects the predictions.
+def source_to_predict(data: Any, asked: BatchRequest) -> PredictionSource:
+    """Return the source of the batches for a `predict` call.
 
     Raises:
         TypeError: The type of `data` is not supported.
@@ -517,13 +505,13 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
         return source
     if isinstance(data, Stream):
         batches = BatchesInOrder(data, asked.size, ArrayCollate())  # plain arrays, without TensorFlow in the driver
-        return PredictionSource(iter(batches), batches.num_batches), ArrayContainer()
+        return PredictionSource(iter(batches), batches.num_batches)
     if is_dataset(data):
-        return _of_dataset(data), ArrayContainer()
+        return _of_dataset(data)
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
     given = (plain(tuple(each) if isinstance(each, list) else each) for each in data)
-    return PredictionSource(given, None), ArrayContainer()
+    return PredictionSource(given, None)
 
 
 def _of_dataset(dataset: Any) -> PredictionSource:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from raysgd.core.arrays.user_data import RayLoader, RepeatedBatches
+from raysgd.core.arrays.user_data import CallData, RayLoader, RepeatedBatches
 from raysgd.core.connections import tensorflow as connections
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import NoDataError
@@ -82,7 +82,7 @@ class TFFeed(feed.DataFeed):
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> sources.TFSource:
         share, world = self.data_of_call[name], self._world
         votes = connections.votes() if training and world.is_distributed else None
-        dataset = self.made_of_call(name)
+        dataset = self.made_of_call[name]
         if isinstance(dataset, Stream):
             return sources.source_of(sources.data_of(dataset, name, world), self._ranks, self._seed)
         if not share.goes_to_all or not datasets.is_divided(dataset):
@@ -92,8 +92,8 @@ class TFFeed(feed.DataFeed):
         sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
         return sources.TFDividedSource(sources.Passes(dataset), sharding, world, pads=training)
 
-    def _make(self, name: str) -> Any:
-        return sources.batches_of(self.data_of_call[name], self._world.is_distributed)
+    def _make(self, name: str, share: CallData) -> Any:
+        return sources.batches_of(share, self._world.is_distributed)
 
     def ray_loader(self, name: str) -> RayLoader | None:
         return self._operator_of()._raysgd.data.ray_loaders.get(name)

@@ -154,13 +154,6 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
         )
 
 
-def seed_alike(seed: int) -> None:
-    """Seed all random generators equally on all ranks before `setup`, which creates models and shuffled datasets."""
-    import tensorflow as tf
-
-    tf.keras.utils.set_random_seed(seed)  # seeds TensorFlow, NumPy and `random`, from which layers draw their seeds
-
-
 def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
     """Seed TensorFlow and Keras 3 layers differently on each rank, so that ranks draw different dropout masks.
 
@@ -242,8 +235,11 @@ class TFHostedOperator(hosted.HostedOperator):
 
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
         """Create the operator and run the user's `setup` or creator functions, with the same seeds on all ranks."""
+        import tensorflow as tf
+
         settings = self.settings
-        seed_alike(settings.seed)
+        # This seeds TensorFlow, NumPy and `random`, from which layers draw their seeds.
+        tf.keras.utils.set_random_seed(settings.seed)
         registration.begin_names()
         context = OperatorContext(settings, self.world, self.synchronizer)
         config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)

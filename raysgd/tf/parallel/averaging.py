@@ -153,7 +153,7 @@ class GradientLayout:
 
 
 class GradientAverager:
-    """Averages the gradients of one optimizer.
+    """Averages gradients, those of all optimizers of an operator.
 
     Dense gradients are multiplied by the rank's weight and copied into a flat buffer. The buffer is all-reduced in
     place, and TensorFlow uses the sums without a copy.

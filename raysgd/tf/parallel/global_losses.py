@@ -242,16 +242,13 @@ class GlobalLosses:
             if self._validation_step.use() is not None:
                 return np.float64(self._validation_step.factor(own))
             repeat = partial(self._compared, is_sum, 0.0)
-            return np.float64(self._factor_over_ranks(self.num_samples_of(int(count), repeat), own))
-
-    def _factor_over_ranks(self, num_samples: float, divisor: float | None) -> float:
-        own = np.array([num_samples, divisor or 0.0]) if num_samples else np.zeros(2)
-        of_all = own.copy()
-        self._exchanges.group.add_up(of_all)
-        if not num_samples:
-            return 0.0
-        part = 1.0 if divisor is None else divisor / of_all[1] if of_all[1] else 0.0
-        return float(part * of_all[0] / num_samples)
+            num_samples = self.num_samples_of(int(count), repeat)
+            of_all = np.array([num_samples, own or 0.0]) if num_samples else np.zeros(2)
+            self._exchanges.group.add_up(of_all)
+            if not num_samples:
+                return np.float64(0.0)
+            part = 1.0 if own is None else own / of_all[1] if of_all[1] else 0.0
+            return np.float64(part * of_all[0] / num_samples)
 
 
 def refuse_by_name(gradients: Sequence[Any]) -> None:

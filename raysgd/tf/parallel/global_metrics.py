@@ -5,7 +5,7 @@ The variables of metrics are merged as their `aggregation` says. Statistics such
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ import numpy as np
 from raysgd.core.connections.group import Array, Group
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration
+from raysgd.tf.parallel.averaging import ExchangeRecord
+from raysgd.tf.parallel.global_losses import GlobalLosses
 from raysgd.tf.parallel.step import TracedStep, assigned
 
 _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
@@ -28,14 +30,14 @@ class GlobalMetrics:
     metrics are results over all ranks. All other numbers are averaged over the ranks, weighted by samples.
 
     Args:
-        group: Returns the group of ranks.
+        exchanges: Holds the group of ranks.
         traced: The step of a Keras loop that is being traced.
-        evaluates_together: Returns True while a Keras loop evaluates and each rank has its part of the same global
-            batches.
+        losses: Its `evaluates_together` is True while a Keras loop evaluates and each rank has its part of the same
+            global batches.
     """
 
-    def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
-        self._group, self._traced, self._evaluates_together = group, traced, evaluates_together
+    def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, losses: GlobalLosses) -> None:
+        self._exchanges, self._traced, self._losses = exchanges, traced, losses
         self._is_merging = False
         self._last: Any = None  # TensorFlow variable with two values: samples in the last batch, and `is_test`
         self._returned: dict[bool, dict[str, Any]] = {}  # by `is_test`: variables with the step's last metrics
@@ -89,8 +91,8 @@ class GlobalMetrics:
 
         Set these metrics to the values that a single process would compute from the global batches.
         """
-        means, group, batches = _means_of(model), self._group(), self._batches.pop(is_test, [])
-        if group.size == 1 or not means or (is_test and not self._evaluates_together()):
+        means, group, batches = _means_of(model), self._exchanges.group, self._batches.pop(is_test, [])
+        if group.size == 1 or not means or (is_test and not self._losses.evaluates_together):
             return
         own = np.zeros([int(group.largest(float(len(batches)))), 1 + 2 * len(means)])
         if batches:  # fill from the end: a rank that joined in the middle of an epoch has only its last batches
@@ -120,7 +122,7 @@ class GlobalMetrics:
             is_in_step = self._traced.num_samples is not None or not tf.executing_eagerly()
             if is_in_step or not self._is_merging:
                 return inner()
-            with merged(self._group(), model.metrics):
+            with merged(self._exchanges.group, model.metrics):
                 self._set_means_of_batches(model, bool(self._last is not None and self._last.numpy()[1]))
                 results = tf.nest.map_structure(lambda tensor: tensor, inner())
                 has_seen = {metric.name: any(map(np.any, _values(metric.variables))) for metric in model.metrics}
@@ -149,7 +151,7 @@ class GlobalMetrics:
         values = [np.asarray(returned[name].numpy()) for name in others]
         weighted = [value.reshape(-1) * count if count else np.zeros(value.size) for value in values]
         sums = np.concatenate([[float(count)], *weighted])
-        self._group().add_up(sums)
+        self._exchanges.group.add_up(sums)
         means, of_all = iter(sums[1:] / max(sums[0], 1.0)), dict(known)
         for name, value in zip(others, values, strict=True):
             of_all[name] = np.array([next(means) for _ in range(value.size)]).reshape(value.shape)

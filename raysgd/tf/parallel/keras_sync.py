@@ -13,8 +13,8 @@ ADR 31 explains why gradients are averaged in the optimizer instance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from raysgd.core.connections.group import Group
@@ -63,8 +63,8 @@ class Synchronizer:
         self._losses = GlobalLosses(self.exchanges, traced, self.step, self.validation_step)
         self.losses = self._losses if is_one_of_many else None
         self._registered: Callable[[], Sequence[Any]] | None = None  # returns the registered models
-        self._averagers: list[GradientAverager] = []
-        self._metrics = GlobalMetrics(lambda: self.group, traced, lambda: self._losses.evaluates_together)
+        self._averager = GradientAverager(self.exchanges, traced, self._losses.num_samples_of)
+        self._metrics = GlobalMetrics(self.exchanges, traced, self._losses)
 
     @property
     def group(self) -> Group:
@@ -78,8 +78,7 @@ class Synchronizer:
         """
         self.exchanges.group = group_of(world)
         if self.watches:
-            for averager in self._averagers:
-                averager.forget_full_step()
+            self._averager.forget_full_step()
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
         """Reject all later optimizer steps that train variables outside the registered models.
@@ -102,8 +101,7 @@ class Synchronizer:
         import tensorflow as tf
 
         wrapper = self._apply if name == "apply" else self._apply_gradients
-        self._averagers.append(GradientAverager(self.exchanges, self._traced, self._losses.num_samples_of))
-        wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
+        wrapped = wrapper(optimizer, getattr(optimizer, name))
         # Replace the method on this optimizer only. Its class must stay unchanged, because saved models refer to it.
         registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))
 
@@ -138,7 +136,7 @@ class Synchronizer:
                 "register the layer too: `register(models=[model, layer], ...)`."
             )
 
-    def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
+    def _apply(self, optimizer: Any, inner: Callable[..., Any]) -> Any:
         """Return a replacement for a Keras 3 optimizer's `apply` that averages gradients over all ranks first."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
@@ -150,33 +148,32 @@ class Synchronizer:
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
             with tf.init_scope():  # outside the graph, because variables created in a branch would stay uninitialized
                 registration.build_optimizer(optimizer, variables)
-            averaged = self._averaged(optimizer, variables, gradients, averager)
-            with _after(averaged):
-                self.undo.end_step()
+            with self._averaging(optimizer, variables, gradients) as averaged:
                 return inner(averaged, trainable_variables)
 
         return apply
 
-    def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
+    def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any]) -> Any:
         """Return a replacement for tf_keras's `Optimizer.apply_gradients` that averages gradients over ranks first."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-            averaged = self._averaged(optimizer, variables, gradients, averager)
-            with _after(averaged):
-                self.undo.end_step()
+            with self._averaging(optimizer, variables, gradients) as averaged:
                 return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
 
         return apply_gradients
 
-    def _averaged(
-        self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
-    ) -> list[Any]:
-        """Return the mean of all ranks' gradients, and record the all-reduce if a step is being traced.
+    @contextmanager
+    def _averaging(self, optimizer: Any, variables: list[Any], gradients: list[Any]) -> Iterator[list[Any]]:
+        """Provide the mean of all ranks' gradients, and record the all-reduce if a step is being traced.
 
-        On an empty batch, the traced step repeats its recorded all-reduces.
+        On an empty batch, the traced step repeats its recorded all-reduces. Graph operations that are created inside
+        the block run after the all-reduce. If it fails, they do not run, and not even the optimizer's step counter
+        changes.
         """
+        import tensorflow as tf
+
         with self.exchanges.noting(*REFUSALS):
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
@@ -184,7 +181,11 @@ class Synchronizer:
                 self.losses.refuse_unscaled()
         repeat = applying_zeros(optimizer, list(variables), gradients)
         self._traced.note_exchange(repeat, is_applied=True)
-        return averager.average(gradients, repeat)
+        averaged = self._averager.average(gradients, repeat)
+        first = [gradient for gradient in averaged if gradient is not None][:1]
+        with tf.control_dependencies(first):
+            self.undo.end_step()
+            yield averaged
 
     def watch_model(self, model: Any) -> None:
         """Make a compiled model train and evaluate together with the other ranks' models.
@@ -331,20 +332,6 @@ def refuse_xla(model: Any) -> None:
 def _name_of_apply(optimizer: Any) -> str:
     """Return the name of the optimizer's method that applies gradients, which differs between Keras 3 and tf_keras."""
     return "apply" if hasattr(optimizer, "apply") else "apply_gradients"
-
-
-def _after(averaged: Sequence[Any]) -> Any:
-    """Return a context manager. Graph operations that are created inside it run after an all-reduce.
-
-    If the all-reduce fails, these operations do not run, and not even the optimizer's step counter changes.
-
-    Args:
-        averaged: The averaged gradients that the all-reduce computes.
-    """
-    import tensorflow as tf
-
-    first = next((gradient for gradient in averaged if gradient is not None), None)
-    return tf.control_dependencies([] if first is None else [first])
 
 
 def _has_variables_to_train(model: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.core.arrays.division import BatchPlan
+from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.trainer.worker.step_loop import StepRules
 
@@ -22,24 +22,27 @@ class TFStep:
     """A replica's current step in raysgd's own loop.
 
     Attributes:
-        num_samples: Number of this rank's samples in the step. None between steps. Also None if a Keras loop draws the
-            batches, because the number is then counted in each batch.
-        num_global: The step's total number of samples over all ranks, or 0 if unknown.
-        weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
+        plan: How the current batch counts. Between steps, its numbers of samples are None. They are also None if a
+            Keras loop draws the batches, because they are then counted in each batch.
         usual: Functions that repeat the all-reduces of the last step that ran any, with zero samples from this rank.
     """
 
-    num_samples: int | None = None
-    num_global: int | None = 0
-    weights: tuple[float, float] = (0.0, 0.0)
+    plan: BatchPlan = BETWEEN_BATCHES
     usual: list[Exchange] = field(default_factory=list)
     _exchanged: list[Exchange] = field(default_factory=list)
     _waiting: list[tuple[int | None, int | None]] = field(default_factory=list)
     _is_last_waiting: bool = False
 
+    rules = StepRules()  # each batch is an optimizer step
+
+    @property
+    def num_samples(self) -> int | None:
+        """Number of this rank's samples in the step."""
+        return self.plan.num_samples
+
     def begin_batch(self, plan: BatchPlan) -> None:
         """Start a step with the sample counts of its batch. Call this before the batch is yielded to user code."""
-        self.num_samples, self.num_global, self.weights = plan.num_samples, plan.total_samples, plan.sample_weights
+        self.plan = plan
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
         self._waiting.append((plan.num_samples, plan.total_samples))
@@ -48,7 +51,7 @@ class TFStep:
     def confirm(self) -> None:
         """End the step, unless user code has drawn a batch on which it has not trained yet."""
         if not self._waiting:
-            self.num_samples = None
+            self.plan = BETWEEN_BATCHES
 
     def end_data(self) -> None:
         """Do nothing. Called when a training call has no more batches."""
@@ -60,7 +63,7 @@ class TFStep:
 
         Otherwise, a step that user code takes between two calls would count as a step on such a batch.
         """
-        self.num_samples, self._waiting, self._is_last_waiting = None, [], False
+        self.plan, self._waiting, self._is_last_waiting = BETWEEN_BATCHES, [], False
 
     def use(self, exchange: Exchange | None = None) -> int | None:
         """Record that user code trains on the batch that it has drawn. Return this rank's number of samples in it.
@@ -94,7 +97,7 @@ class TFStep:
             self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
-        """Return the factor by which to scale a loss on this rank, computed from `num_global` and `weights`.
+        """Return the factor by which to scale a loss on this rank, computed from `plan`.
 
         No all-reduce is needed. Return 1 if the counts are unknown, if this rank has no samples, or if the divisor is
         not this rank's sum of sample weights.
@@ -102,19 +105,12 @@ class TFStep:
         Args:
             divisor: The loss's divisor on this rank, or None for a loss that is a sum.
         """
-        own, joint = self.weights
-        if not self.num_samples or not self.num_global:
+        num_samples, total, (own, joint) = self.plan.num_samples, self.plan.total_samples, self.plan.sample_weights
+        if not num_samples or not total:
             return 1.0
         if divisor is None:
-            return self.num_global / self.num_samples
-        return divisor / joint * self.num_global / self.num_samples if joint and np.isclose(divisor, own) else 1.0
-
-    rules = StepRules()  # each batch is an optimizer step
-
-    @property
-    def plan(self) -> BatchPlan:
-        """How the current batch counts."""
-        return BatchPlan(self.num_samples, self.num_global, is_padding=self.num_samples == 0)
+            return total / num_samples
+        return divisor / joint * total / num_samples if joint and np.isclose(divisor, own) else 1.0
 
 
 def applying_zeros(optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchange:

@@ -20,6 +20,7 @@ from raysgd.core.arrays.user_data import (
     Arrays,
     BatchForm,
     CallData,
+    Convert,
     Kind,
     RepeatedBatches,
     as_arrays,
@@ -33,9 +34,7 @@ from raysgd.torch.data.sampling import GlobalBatchRule, ShardedLoader, ending_wi
 from raysgd.trainer.messages import prediction
 from raysgd.trainer.messages.prediction import (
     ArrayContainer,
-    AsBatch,
     BatchRequest,
-    Found,
     PredictionSource,
     PredictRequest,
     Work,
@@ -94,12 +93,12 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
     return CallData(kind, partial(_loader_over_arrays, arrays, data.form, options))
 
 
-def _loader_over(dataset: Any, options: Mapping[str, Any], collate_fn: Any, make_batch: AsBatch) -> DataLoader[Any]:
+def _loader_over(dataset: Any, options: Mapping[str, Any], collate_fn: Any, make_batch: Convert) -> DataLoader[Any]:
     return DataLoader(dataset, collate_fn=collate_fn, **options)
 
 
 def _loader_over_arrays(
-    arrays: Any, form: BatchForm, options: Mapping[str, Any], collate_fn: Any, make_batch: AsBatch
+    arrays: Any, form: BatchForm, options: Mapping[str, Any], collate_fn: Any, make_batch: Convert
 ) -> DataLoader[Any]:
     return DataLoader(ArrayRows(arrays, lambda taken: make_batch(taken, form)), collate_fn=_unchanged, **options)
 
@@ -135,7 +134,7 @@ def _taken(array: Any, indices: list[int]) -> Any:
     return array[torch.tensor(indices) if isinstance(array, torch.Tensor) else np.asarray(indices)]
 
 
-def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
+def batches_of(share: CallData, collate_fn: Any, make_batch: Convert = as_batch) -> Any:
     """Return an iterable of batches over the data that a worker received. Return a stream unchanged.
 
     From a Ray Data dataset or an object with `get_shard`, a worker receives only its shard. From any other data, it
@@ -151,7 +150,7 @@ def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch)
     """
     match share.kind:
         case "ray":
-            return RepeatedBatches(lambda: (make_batch(arrays, share.data.form) for arrays in share.data.arrays()))
+            return RepeatedBatches(lambda: share.data.batches(make_batch))
         case "shards":
             return RepeatedBatches(lambda: map(_in_tensors, share.data))
         case "rows":
@@ -224,8 +223,8 @@ KINDS = (
 )
 
 
-def source_to_predict(data: Any, asked: BatchRequest) -> Found:
-    """Return the source of the batches to predict, and the container that collects the results.
+def source_to_predict(data: Any, asked: BatchRequest) -> PredictionSource:
+    """Return the source of the batches to predict.
 
     Args:
         data: Data that the user passed to `predict`.
@@ -237,25 +236,24 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
             Or the loader forms no batches.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
-    found = prediction.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
+    found = prediction.source_of(data, asked, leaf)
     if found is not None:
         return found
     if isinstance(data, Stream):
         batches = BatchesInOrder(data, asked.size, TensorCollate())
-        return PredictionSource(iter(batches), batches.num_batches), ArrayContainer(as_tensor)
+        return PredictionSource(iter(batches), batches.num_batches, ArrayContainer(as_tensor))
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=asked.batch_size)
     if type(data) is DataLoader and not isinstance(data.dataset, IterableDataset):
-        return _of_loader(data, asked), ArrayContainer(as_tensor)
+        return _of_loader(data, asked)
     if isinstance(data, DataLoader):
         _check_iterable(data)
-        return PredictionSource(_apart(data), length_of(data)), ArrayContainer(as_tensor)
+        return PredictionSource(_apart(data), length_of(data), ArrayContainer(as_tensor))
     if kind_of(data) == "rows":
-        make_loader = partial(_loader_to_predict, data, {})
-        return _source_of_rows(len(data), asked.batch_size, make_loader), ArrayContainer(as_tensor)
+        return _source_of_rows(len(data), asked.batch_size, partial(_loader_to_predict, data, {}))
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
-    return PredictionSource(iter(data), length_of(data)), ArrayContainer(as_tensor)
+    return PredictionSource(iter(data), length_of(data), ArrayContainer(as_tensor))
 
 
 def _is_of_tensors(data: Any) -> bool:
@@ -297,7 +295,7 @@ def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource
 
 def _source_of_rows(num_rows: int, size: int, make_loader: Any) -> PredictionSource:
     ranges = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-    return PredictionSource(iter(ranges), len(ranges), share=make_loader)
+    return PredictionSource(iter(ranges), len(ranges), ArrayContainer(as_tensor), share=make_loader)
 
 
 def _unordered(what: str) -> ValueError:
@@ -333,7 +331,7 @@ class PredictionLoader:
         make_batch: Function that creates batches from arrays.
     """
 
-    def __init__(self, collate_fn: Callable[[], Any], make_batch: AsBatch = as_batch) -> None:
+    def __init__(self, collate_fn: Callable[[], Any], make_batch: Convert = as_batch) -> None:
         self._collate_fn, self._make_batch = collate_fn, make_batch
         self._key: str | None = None
         self._indices: list[list[int]] = []  # the loader's batch sampler, changed in place for each round

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from raysgd.core.arrays.division import NO_BATCH, PlannedBatch, plan_of, with_seeds
-from raysgd.core.arrays.user_data import RayLoader, RepeatedBatches
+from raysgd.core.arrays.user_data import CallData, Convert, RayLoader, RepeatedBatches
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.exceptions import NoDataError
 from raysgd.streams.global_reader import Numbers, StartSum
@@ -29,7 +29,6 @@ from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import GlobalBatchRule, PassPlan, ShardedLoader, UndividedLoader, seed_hint_of
 from raysgd.torch.parallel.strategy import Strategy, Summation
 from raysgd.trainer.messages.epochs import EpochRequest
-from raysgd.trainer.messages.prediction import AsBatch
 from raysgd.trainer.worker.feed import DataFeed, has_divided_source, in_lockstep
 
 logger = logging.getLogger(__name__)
@@ -120,9 +119,9 @@ class DividedLoaderSource:
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
         self._sharded = sharded
         self._ranks: RankSums | None = None
+        self._start_sum: Summation | None = None  # compares the orders that the ranks' samplers have drawn
         self._order_before: int | None = None
         sharded.loader.generator = self._generator = torch.Generator()
-        self._check_order: Callable[[bool], None] | None = None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.seed = seed
         self.order, self._size = sharded.sampler.order, sharded.num_samples
@@ -130,21 +129,16 @@ class DividedLoaderSource:
         self.has_own_order = isinstance(self.order, SamplerOrder)
 
     def join(self, ranks: RankSums) -> None:
-        if self._ranks is ranks:
-            return
-        if self.has_own_order:
-            start_sum = ranks.start_sum if ranks.is_global else None
-            self._check_order = partial(self._check_drawn, start_sum, ranks.world_size)
         self._ranks = ranks
+        self._start_sum = ranks.start_sum if self.has_own_order and ranks.is_global else None
 
-    def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
+    def _check_drawn(self, ranks: RankSums, is_resumed: bool) -> None:
         """Check that a user's sampler yielded the samples in the same order on all ranks.
 
         In a pass that resumes after a failure, also warn if the order differs from the order before the failure.
 
         Args:
-            start_sum: Function that starts to sum a tensor over the ranks; None for a single rank.
-            world_size: Number of ranks.
+            ranks: The ranks.
             is_resumed: True if the pass resumes.
 
         Raises:
@@ -153,7 +147,7 @@ class DividedLoaderSource:
         own, before = self._sharded.sampler.fingerprint(), self._order_before
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
-        if start_sum is not None and not _are_alike(own, start_sum, world_size):
+        if self._start_sum is not None and not _are_alike(own, self._start_sum, ranks.world_size):
             # In a resumed pass, raise a connection error, which restarts all workers with new samplers.
             kind = DistNetworkError if is_resumed else ValueError
             raise kind(
@@ -262,9 +256,9 @@ class DividedLoaderSource:
                 "which the workers divide them: pass the data of now to `train(dataset=...)`; or a `sampler` of your "
                 "own to the loader, which is drawn in each pass, such as `RandomSampler(data, replacement=True)`."
             )
-        plan, rank = sampler.plan_pass(pass_index, self.seed, consumed, self.order), sampler.rank
-        if self._check_order is not None:
-            self._check_order(consumed > 0)
+        plan, rank = sampler.plan_pass(pass_index, self.seed, consumed), sampler.rank
+        if self.has_own_order and self._ranks is not None:
+            self._check_drawn(self._ranks, consumed > 0)
         if self.check_plan is not None:
             self.check_plan(plan)
         self.num_samples = plan.num_samples
@@ -408,7 +402,7 @@ class TorchFeed(DataFeed):
         world_size: int,
         rank: int = 0,
         rule: GlobalBatchRule | None = None,
-        make_batch: AsBatch = as_batch,
+        make_batch: Convert = as_batch,
     ) -> None:
         super().__init__()
         self._data_of = data_of
@@ -427,7 +421,7 @@ class TorchFeed(DataFeed):
         return data if isinstance(data, StreamData) else None
 
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
-        loader, ranks = self.made_of_call(name), self._ranks
+        loader, ranks = self.made_of_call[name], self._ranks
         if isinstance(loader, Stream):
             assert self.rule is not None, "checked in the driver"
             made = stream_data(loader, name, self.rule.of_streams, ranks.world_size)
@@ -439,8 +433,8 @@ class TorchFeed(DataFeed):
             return DividedLoaderSource(data, seed_hint_of(loader, request.seed))
         return self._plain_source(data, training)
 
-    def _make(self, name: str) -> Any:
-        return call_data.batches_of(self.data_of_call[name], self.collate_fn(name), self._make_batch)
+    def _make(self, name: str, share: CallData) -> Any:
+        return call_data.batches_of(share, self.collate_fn(name), self._make_batch)
 
     def collate_fn(self, name: str) -> Any:
         """Return the `collate_fn` of the loader registered under `name`, or else of the other registered loader.

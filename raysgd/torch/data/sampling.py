@@ -91,16 +91,16 @@ class PassPlan:
 
     num_samples: int
     consumed: int
-    division: Division | ShardedGlobalBatch
+    division: Division
     drop_last: bool
     pad: bool
     bounds: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        check_range("num_samples", self.num_samples, minimum=0)
-        check_range("consumed", self.consumed, minimum=0, maximum=self.num_samples)
-        check_range("world_size", self.division.world_size, minimum=1)
-        check_range("global_size", self.division.global_size, minimum=1)
+        if not 0 <= self.consumed <= self.num_samples:
+            raise ValueError(
+                f"`consumed={self.consumed}`: must be from 0 to {self.num_samples}. Check which group it belongs to."
+            )
 
     @cached_property
     def _starts(self) -> Sequence[int]:
@@ -130,9 +130,7 @@ class PassPlan:
         Raises:
             ValueError: `steps` is negative or exceeds the number of remaining steps.
         """
-        num_steps = len(self._starts)
-        check_range("steps", steps, minimum=0, maximum=num_steps)
-        return self.num_samples if steps == num_steps else self._starts[steps]
+        return self.num_samples if steps == len(self._starts) else self._starts[steps]
 
     @property
     def has_single_samples(self) -> bool:
@@ -182,7 +180,6 @@ class PassPlan:
         Raises:
             ValueError: `step` is out of range.
         """
-        check_range("step", step, minimum=0, maximum=self.num_steps - 1)
         start, stop = self._span(step)
         return start, self._shares_of_batch(rank, stop - start)
 
@@ -199,23 +196,6 @@ class PassPlan:
         num_shown = min(2, self.division.cap or 2, size) if self.pad else 0
         shares = self.division.parts(size, rank)
         return [each._replace(start=0, stop=num_shown) if each.plan.is_padding else each for each in shares]
-
-
-def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
-    """Check that a number is in a range.
-
-    Args:
-        name: Name of the number, for the error message.
-        value: The number.
-        minimum: Smallest allowed value.
-        maximum: Largest allowed value; None for no limit.
-
-    Raises:
-        ValueError: The number is out of range.
-    """
-    if value < minimum or (maximum is not None and value > maximum):
-        allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise ValueError(f"`{name}={value}`: must be {allowed}. Check which group it belongs to.")
 
 
 _SEED_BY_HAND = 0
@@ -238,17 +218,17 @@ class GlobalBatchRule:
     multiple: int = 1
 
     @property
-    def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
+    def of_streams(self) -> Callable[[int, int], Division]:
         """The method `division` for streams. It ignores `multiple`, because a stream's batch is a global batch."""
         return replace(self, multiple=1).division
 
-    def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
+    def division(self, global_size: int, world_size: int) -> Division:
         """Return the rule for splitting global batches of `global_size` samples over `world_size` workers."""
         if not self.num_shards:
             return Division(global_size, world_size, self.cap)
         cap = self.cap or (global_size // self.multiple if self.multiple > 1 else None)
         num_parts = Division(global_size, self.num_shards, cap).num_batches(global_size)
-        return ShardedGlobalBatch(global_size, world_size, self.num_shards * num_parts, cap)
+        return ShardedGlobalBatch(global_size, world_size, cap, self.num_shards * num_parts)
 
 
 class SeededIndices(list[int]):
@@ -324,7 +304,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._num_by_hand = 0
         self.reshape(rank, world_size, batch_size)
 
-    def plan_pass(self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None) -> PassPlan:
+    def plan_pass(self, pass_index: int, seed: int, consumed: int = 0) -> PassPlan:
         """Start a pass, or resume the pass after `consumed` samples, and return the plan for the rest of the pass.
 
         Args:
@@ -336,8 +316,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: `consumed` is out of range, or the user's sampler cannot be used.
         """
-        indices = self._draw(order or self.order, seed, pass_index)
-        self.plan = self._plan(len(indices), consumed)
+        self.plan = self._plan(len(self._draw(seed, pass_index)), consumed)
         return self.plan
 
     def fingerprint(self) -> int | None:
@@ -359,7 +338,6 @@ class ElasticBatchSampler(Sampler[list[int]]):
             ValueError: A value is out of range.
         """
         if batch_size is not None:
-            check_range("batch_size", batch_size, minimum=1)
             self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
@@ -372,7 +350,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             return batches_of_rank(self._indices, self.plan, self.rank, self._drawn_for[1:])
         if self.plan is not None:
             return batches_of_rank(self._indices, self.plan, self.rank)
-        indices = self._draw(self.order, _SEED_BY_HAND, self._num_by_hand)
+        indices = self._draw(_SEED_BY_HAND, self._num_by_hand)
         self._num_by_hand += 1
         return batches_of_rank(indices, self._plan(len(indices), consumed=0), self.rank)
 
@@ -400,11 +378,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
     @property
     def num_shards(self) -> int:
         """With `deterministic=True`, the number of logical shards in each global batch; otherwise 0."""
-        division = self._division
-        return division.num_shards if isinstance(division, ShardedGlobalBatch) else 0
+        return self._division.num_shards
 
     @property
-    def _division(self) -> Division | ShardedGlobalBatch:
+    def _division(self) -> Division:
         if self.rule is None:
             return Division(self.batch_size * self.world_size, self.world_size, cap=self.batch_size)
         drawn = self._indices
@@ -416,11 +393,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
         bounds = self._indices.bounds if isinstance(self._indices, JoinedBatches) else None
         return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, bounds)
 
-    def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
+    def _draw(self, seed: int, pass_index: int) -> Indices:
         # Recovery usually resumes the same pass. Reuse its order, because generating it may take seconds.
-        if self._drawn_for != (order, seed, pass_index):
-            self._indices = order.indices(seed, pass_index)
-            self._drawn_for, self._fingerprint = (order, seed, pass_index), None
+        drawn_for = self.order, seed, pass_index
+        if self._drawn_for != drawn_for:
+            self._indices = self.order.indices(seed, pass_index)
+            self._drawn_for, self._fingerprint = drawn_for, None
         return self._indices
 
 

@@ -40,7 +40,6 @@ from raysgd.torch.checkpoints import checkpoint_file, divided, weights_file
 from raysgd.torch.checkpoints.divided import StateInFolder
 from raysgd.torch.data import call_data
 from raysgd.torch.driver import arguments
-from raysgd.torch.hosting.torch_hosted import TorchFacts
 from raysgd.torch.hosting.torch_state import CRITERION, REMADE
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.loading import with_plain_names
@@ -53,8 +52,8 @@ from raysgd.trainer.configuration import GroupSettings
 from raysgd.trainer.driver.life import Framework, TrainerLife
 from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all
 from raysgd.trainer.messages.comparison import REASONS_OF_TORCH, check_equal, difference
-from raysgd.trainer.messages.epochs import EpochAnswer
-from raysgd.trainer.messages.prediction import BatchRequest, Found
+from raysgd.trainer.messages.epochs import EpochAnswer, RunnerFacts
+from raysgd.trainer.messages.prediction import BatchRequest, PredictionSource
 from raysgd.trainer.worker.replica_state import RESUME, check_parts, check_progress, place_in
 from raysgd.utils import BATCH_COUNT
 
@@ -183,7 +182,7 @@ class TorchFramework(Framework):
             life.on_all(TorchRunner.step_plateaus, values, changes_state=True, keeps_alike=True)
         return bool(values)
 
-    def to_predict(self, data: Any, asked: BatchRequest) -> Found:
+    def to_predict(self, data: Any, asked: BatchRequest) -> PredictionSource:
         return call_data.source_to_predict(data, asked)
 
     def content_of(self, snapshot: Snapshot) -> Content:
@@ -295,11 +294,9 @@ def _checked_rank_states(states: Any) -> tuple[Any, ...]:
     return tuple(states)
 
 
-def _check_parts(state: Mapping[str, Any], facts: TorchFacts) -> None:
-    counts = {"models": facts.num_models, "optimizers": facts.num_optimizers}
-    if facts.num_schedulers is not None or state.get("schedulers"):
-        counts["schedulers"] = facts.num_schedulers or 0
-    check_parts(state, counts, "operator")
+def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
+    schedulers = {"schedulers": facts.num_schedulers} if state.get("schedulers") else {}
+    check_parts(state, {**facts.counts, **schedulers}, "operator")
 
 
 FileFormat = Literal["torch", "safetensors"]

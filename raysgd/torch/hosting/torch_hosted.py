@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,22 +48,6 @@ from raysgd.utils import BATCH_SIZE
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchFacts(RunnerFacts):
-    """The report of a worker to the driver about its `TrainingOperator`, after `setup`.
-
-    Attributes:
-        num_schedulers: Number of registered schedulers; None if no scheduler is registered.
-    """
-
-    num_schedulers: int | None
-
-    @property
-    def counts(self) -> dict[str, int]:
-        counts = super().counts
-        return {**counts, "schedulers": self.num_schedulers} if self.num_schedulers else counts
-
-
 class TorchHostedOperator(HostedOperator):
     """A user's `TrainingOperator` inside a worker, with its data, training loop and state.
 
@@ -90,7 +73,7 @@ class TorchHostedOperator(HostedOperator):
         self._modes: ModuleModes | None = None  # train/eval modes to restore after an evaluation; None otherwise
         self._prediction: PredictionLoader | None = None
 
-    def build(self) -> TorchFacts:
+    def build(self) -> RunnerFacts:
         settings, world, device = self.settings, self.world, self._device
         precision = make_precision(settings.use_fp16, device, settings.precision)
         self.parallel.forward_context = precision.forward
@@ -162,13 +145,13 @@ class TorchHostedOperator(HostedOperator):
         if not self.has_trained and not self.settings.batch_options.deterministic:
             rng.fork(rng.capture(), self.operator.global_step)
 
-    def facts(self) -> TorchFacts:
+    def facts(self) -> RunnerFacts:
         registered = self.internals.registered
         train, validation = self._data("train"), self._data("validation")
-        return TorchFacts(
+        return RunnerFacts(
             num_models=len(registered.original_models),
             num_optimizers=len(registered.optimizers),
-            num_schedulers=len(registered.schedulers) or None,
+            num_schedulers=len(registered.schedulers),
             train_data=train.signature if isinstance(train, ShardedLoader | StreamData) else None,
             validation_data=validation.signature if isinstance(validation, ShardedLoader | StreamData) else None,
             seed=train.seed_hint if isinstance(train, ShardedLoader) else self._initial_seed,

@@ -126,7 +126,7 @@ class NativeAmp(Precision):
         self._must_act = must_act
         self._has_computed = self._has_scaled = True
         make_scaler = partial(torch.amp.GradScaler, kind, enabled=enabled and scales)
-        self.namespace = SimpleNamespace(autocast=self.forward_context, GradScaler=make_scaler)
+        self.namespace = SimpleNamespace(autocast=self.forward, GradScaler=make_scaler)
         self.scaler = make_scaler()
         self.skips_overflows = self.scaler.is_enabled()
         self.state_key = _NATIVE if scales else None
@@ -141,17 +141,14 @@ class NativeAmp(Precision):
         self._num_optimizers = len(optimizers)
         return models, optimizers
 
-    def forward_context(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
+    def forward(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
         """Return PyTorch's autocast context manager, and record that it is used.
 
-        User code calls this method as `self._amp.autocast`.
+        User code may call this method as `self._amp.autocast`.
         """
         self._has_computed = True
         context: AbstractContextManager[Any] = self._autocast(*args, **options)
         return context
-
-    def forward(self) -> AbstractContextManager[Any]:
-        return self.forward_context()
 
     def begin_call(self) -> None:
         self._has_computed = self._has_scaled = not self._must_act

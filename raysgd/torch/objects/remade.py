@@ -9,7 +9,7 @@ again. If a parameter changes while it is frozen, saving a state raises an error
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,27 +104,25 @@ class RemadeParameters:
         known: dict[int, _Parameter] = {}  # by ID, because a tied parameter has several names
         self._made: list[dict[str, _Parameter]] = [{} for _ in parts]
         for part, made in zip(parts, self._made, strict=True):
-            for name, each in self._made_of(part):
-                if id(each) not in known:
-                    known[id(each)] = _Parameter(each)
-                made[name] = known[id(each)]
+            for name, each in part.named_parameters(remove_duplicate=False):
+                if not each.requires_grad and _has_numbers(each):
+                    made[plain(name)] = known.get(id(each)) or known.setdefault(id(each), _Parameter(each))
         self._left_out = [set(made) for made in self._made]
         self.ids: set[int] = set()
         self._update()
 
-    @staticmethod
-    def _made_of(part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in part.named_parameters(remove_duplicate=False):
-            if not parameter.requires_grad and _has_numbers(parameter):
-                yield plain(name), parameter
-
     def _update(self) -> None:
-        pairs = zip(self._made, self._left_out, strict=True)
-        left_out = {id(made[name].parameter): made[name] for made, names in pairs for name in names}
+        left_out = {id(each.parameter): each for part in self._parts_left_out for each in part.values()}
         self.ids.clear()
         self.ids.update(left_out)
         self._watched = [*left_out.values()]
         self._samples = _joined(each.sampled for each in self._watched)
+
+    @property
+    def _parts_left_out(self) -> list[dict[str, _Parameter]]:
+        """The parameters that the state omits: for each module, by name."""
+        pairs = zip(self._made, self._left_out, strict=True)
+        return [{name: each for name, each in made.items() if name in names} for made, names in pairs]
 
     def _named(self, index: int, name: str) -> str:
         is_criterion = index >= self._num_models
@@ -149,14 +147,12 @@ class RemadeParameters:
             ValueError: A parameter has changed since `setup`.
         """
         self.check_unchanged()
-        pairs = zip(self._made, self._left_out, strict=True)
-        parts = [{name: each.digest for name, each in made.items() if name in names} for made, names in pairs]
+        parts = [{name: each.digest for name, each in part.items()} for part in self._parts_left_out]
         return {"by": self._by_whole_name, "parts": parts}
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
         """Return a dict of the omitted parameters, by name, for each module. `completed` adds them to a state dict."""
-        pairs = zip(self._made, self._left_out, strict=True)
-        return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
+        return [{name: each.parameter.detach() for name, each in part.items()} for part in self._parts_left_out]
 
     def check_unchanged(self) -> None:
         """Check that no omitted parameter has changed since `setup`.
@@ -177,9 +173,9 @@ class RemadeParameters:
         changed = {id(each) for each in suspects if each.has_changed()}
         if not changed:
             self._samples = samples
-        for index, (made, names) in enumerate(zip(self._made, self._left_out, strict=True)):
-            for name in made:
-                if name in names and id(made[name]) in changed:
+        for index, part in enumerate(self._parts_left_out):
+            for name, each in part.items():
+                if id(each) in changed:
                     raise ValueError(
                         f"{self._named(index, name)} has changed since `setup` although it is frozen. With "
                         f"`excludes_frozen_from_state = True` in `{self._by}`, no checkpoint and no new worker would "

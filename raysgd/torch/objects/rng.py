@@ -103,15 +103,6 @@ def _seed_of(origin: bytes, number: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def check(state: Any) -> None:
-    """Check that `restore(state)` will succeed, without changing anything.
-
-    Raises:
-        ValueError: `state` lacks entries, is damaged, or comes from another type of generator.
-    """
-    _checked(state)
-
-
 def restore(state: Any) -> None:
     """Restore every generator in `state` to its state when `capture` was called.
 
@@ -121,15 +112,19 @@ def restore(state: Any) -> None:
         ValueError: `check` would reject the state. No generator has changed.
     """
     writers: list[Any] = [torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state]
-    for write, own in zip(writers, _checked(state), strict=True):
+    for write, own in zip(writers, check(state), strict=True):
         if own is not None:
             write(own)
 
 
-def _checked(state: Any) -> list[Any]:
-    """Return the states to set in the generators of PyTorch, CUDA, Python and NumPy, in this order.
+def check(state: Any) -> list[Any]:
+    """Check that `restore(state)` will succeed, without changing anything.
 
-    A state is None if its generator is left unchanged.
+    Return the states to set in the generators of PyTorch, CUDA, Python and NumPy, in this order. A state is None if its
+    generator is left unchanged.
+
+    Raises:
+        ValueError: `state` lacks entries, is damaged, or comes from another type of generator.
     """
     missing = [key for key in _KEYS if key not in state] if isinstance(state, Mapping) else list(_KEYS)
     if missing:

@@ -80,7 +80,7 @@ class TorchInternals(Internals):
         self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
         self._reports_ahead = False
         self.data = RegisteredData()
-        self._keep(RegisteredObjects())
+        self.registered = RegisteredObjects()
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision = context.precision
         self.gpu = context.device if context.use_gpu else None
@@ -125,12 +125,9 @@ class TorchInternals(Internals):
         """Prepare, wrap and record the objects passed to the operator's `register`. Return the wrapped objects."""
         if self._excludes_frozen:
             self.parallel.shares_frozen = False
-        register(self._operator, self.context, given, self.registered, self._keep)
+        register(self._operator, given)
         self.gradients.watch(self.registered.optimizers)
         return self.registered.returned
-
-    def _keep(self, registered: RegisteredObjects) -> None:
-        self.registered = registered
 
     def finish_setup(self, reports_ahead: bool = False) -> None:
         """Prepare for training at the end of `setup`. From now on, the gradients of frozen parameters are not averaged.

@@ -8,8 +8,8 @@ the same form.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ def _named(parameter: Any, owner: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RegisteredObjects:
     """The objects that the operator passed to `register`, before and after wrapping. Empty until `register` is called.
 
@@ -235,29 +235,22 @@ class RegisteredData:
         return None if self.validation is None else self.validation.loader
 
 
-def register(
-    operator: Any,
-    context: OperatorContext,
-    given: Mapping[str, Any],
-    before: RegisteredObjects,
-    keep: Callable[[RegisteredObjects], None],
-) -> None:
+def register(operator: Any, given: Mapping[str, Any]) -> None:
     """Check the objects that an operator registers, move them to the device, and prepare and wrap them.
+
+    The objects are in `operator._raysgd.registered` before the models are wrapped, because the user's overrides may
+    read them there.
 
     Args:
         operator: The operator. The user may have overridden its methods for wrapping models and for Apex.
-        context: Rank, device and settings of the operator.
         given: Arguments of the operator's `register`, by name.
-        before: Objects registered by a previous call to `register`.
-        keep: Function that stores the registered objects. It is also called with the models before they are wrapped,
-            because the user's overrides may read the registered objects.
 
     Raises:
         InvalidRegistrationError: An object has the wrong type, or an optimizer has no parameters. Or there are several
             workers, and an optimizer has parameters that belong to no registered module.
         ValueError: `ddp_args` or `apex_args` is not a dict, or schedulers are passed without `scheduler_step_freq`.
     """
-    parallel = context.parallel
+    internals, context, parallel = operator._raysgd, operator._raysgd.context, operator._raysgd.parallel
     ddp_args, apex_args = _options("ddp_args", given["ddp_args"]), _options("apex_args", given["apex_args"])
     models = models_of(given["models"])
     optimizers = optimizers_of(given["optimizers"])
@@ -278,22 +271,22 @@ def register(
     prepared, stepped = context.precision.prepare(
         on_device, optimizers.items, lambda *parts: operator._configure_apex_amp(*parts, apex_args)
     )
-    _warn_of_models_left_out(prepared, before.original_models)
+    _warn_of_models_left_out(prepared, internals.registered.original_models)
     stepped = [parallel.wrap_optimizer(optimizer) for optimizer in stepped]
-    record = RegisteredObjects(prepared, prepared, stepped, criterion)
-    keep(record)
+    internals.registered = record = RegisteredObjects(prepared, prepared, stepped, criterion)
     if context.wrap_ddp:
-        wrapped = operator._configure_ddp(prepared, context.device_ids, ddp_args)
+        record.models = operator._configure_ddp(prepared, context.device_ids, ddp_args)
     else:
-        wrapped = [parallel.wrap(model, context.device_ids, {}) for model in prepared]
-    record = _with_criterion(context, replace(record, models=wrapped), own_of_criterion, ddp_args)
+        record.models = [parallel.wrap(model, context.device_ids, {}) for model in prepared]
+    if own_of_criterion:
+        _wrap_criterion(context, record, own_of_criterion, ddp_args)
     parallel.rebind_optimizers(stepped)
     returned = [models.mirror(record.models), optimizers.mirror(stepped)]
     returned += [] if record.criterion is None else [record.criterion]
     if schedulers is not None:
         returned.append(schedulers.mirror(schedulers.items))
-        record = replace(record, schedulers=schedulers.items, has_schedulers=True)
-    keep(replace(record, returned=tuple(returned)))
+        record.schedulers, record.has_schedulers = schedulers.items, True
+    record.returned = tuple(returned)
     options = compile_options(context)
     # `Module.compile` changes the model in place, so user code that refers to the model uses the compiled model, too.
     if options is not None:
@@ -332,13 +325,10 @@ def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _with_criterion(
-    context: OperatorContext,
-    record: RegisteredObjects,
-    own: Sequence[torch.nn.Parameter],
-    ddp_args: dict[str, Any],
-) -> RegisteredObjects:
-    """If a criterion has parameters, wrap it as if it were a model. Return the record with the wrapped criterion.
+def _wrap_criterion(
+    context: OperatorContext, record: RegisteredObjects, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]
+) -> None:
+    """Wrap a criterion that has parameters as if it were a model.
 
     Args:
         context: Rank, device and settings of the operator.
@@ -346,16 +336,14 @@ def _with_criterion(
         own: Parameters of the criterion, except parameters of registered models that the criterion contains.
         ddp_args: Options for `DistributedDataParallel`.
     """
-    if not own:
-        return record
     assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
-    is_trained = any(parameter.requires_grad for parameter in own)
+    if any(parameter.requires_grad for parameter in own):
+        record.original_criterion = record.criterion
     # Do not install the user's communication hook on the criterion's wrapper, because the hook's state may be specific
     # to the model.
     options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
     wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
-    original = record.criterion if is_trained else None
-    return replace(record, criterion=wrapped, own_criterion=wrapped, original_criterion=original)
+    record.criterion = record.own_criterion = wrapped
 
 
 def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:

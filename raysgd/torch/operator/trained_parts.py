@@ -34,7 +34,7 @@ class TrainedParts:
 
     def note(self) -> None:
         """Record the current frozen parameters and parameter groups."""
-        self._now, self._flags = _read(self._registered), _flags_of(self._registered)
+        self._now, self._flags = _read(self._registered), self.flags
 
     @property
     def since_setup(self) -> Noted | None:
@@ -47,7 +47,9 @@ class TrainedParts:
     @property
     def flags(self) -> Flags:
         """Current `requires_grad` of each parameter, and current number of parameter groups of each optimizer."""
-        return _flags_of(self._registered)
+        registered = self._registered
+        flags = [[parameter.requires_grad for parameter in part.parameters()] for part in registered.trained]
+        return flags, [len(getattr(optimizer, "param_groups", ())) for optimizer in registered.optimizers]
 
     def has_changed(self, freezes_in_batches: bool = False) -> bool:
         """Return True if parameters were frozen or unfrozen, or parameter groups were added, since the last `note`.
@@ -59,7 +61,7 @@ class TrainedParts:
             freezes_in_batches: True to ignore newly frozen parameters. Unfrozen parameters and added parameter groups
                 are still detected.
         """
-        present = _flags_of(self._registered)
+        present = self.flags
         if present == self._flags:
             return False
         (flags, counts), (noted, noted_counts) = present, self._flags
@@ -122,11 +124,6 @@ class TrainedParts:
         groups = (noted or self._of_setup)["groups"]
         pairs = zip(self._registered.optimizers, groups, strict=True)
         return [_groups_after(_groups_of(each), _named(each, names), some, parameters) for each, some in pairs]
-
-
-def _flags_of(registered: RegisteredObjects) -> Flags:
-    flags = [[parameter.requires_grad for parameter in part.parameters()] for part in registered.trained]
-    return flags, [len(getattr(optimizer, "param_groups", ())) for optimizer in registered.optimizers]
 
 
 def _read(registered: RegisteredObjects) -> Noted:

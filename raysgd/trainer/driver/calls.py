@@ -20,6 +20,8 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import count, islice
 from typing import Any, Literal
+from itertools import count, islice, pairwise
+from typing import Any
 
 from raysgd.core import arguments as checks
 from raysgd.core.arrays import trees
@@ -487,7 +489,7 @@ def outputs_in_rounds(
         life.listeners.tell(CallProgress(num_done, expected, 0, None, None, "predict", is_done=is_done))
 
     try:
-        while pieces := source.draw(size * life.controller.num_workers):
+        while pieces := list(islice(source.pieces, size * life.controller.num_workers)):
             began_at = time.monotonic()
             call = Call(life.framework.runner_cls.predict, partial(requests, pieces), on_wait=life.listeners.on_wait)
             answers = life.controller.run(call, max_retries=max_retries)

@@ -40,7 +40,7 @@ from raysgd.trainer.driver.listeners import ProgressListeners
 from raysgd.trainer.driver.saving import Content, FileSaves
 from raysgd.trainer.driver.shared_data import DataSharing, store_share
 from raysgd.trainer.messages.epochs import BegunEpoch, EpochAnswer, RunnerFacts, merged
-from raysgd.trainer.messages.prediction import BatchRequest, Found
+from raysgd.trainer.messages.prediction import BatchRequest, PredictionSource
 
 if TYPE_CHECKING:
     from raysgd.trainer.worker.runner import ClassRunner
@@ -182,8 +182,8 @@ class Framework(ABC):
         return False
 
     @abstractmethod
-    def to_predict(self, data: Any, asked: BatchRequest) -> Found:
-        """Return the source of the batches to predict, and the container that collects the predictions.
+    def to_predict(self, data: Any, asked: BatchRequest) -> PredictionSource:
+        """Return the source of the batches to predict.
 
         Args:
             data: The data that the user passed to `predict`.

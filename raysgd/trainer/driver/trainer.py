@@ -499,9 +499,9 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         usual = usual_batch_size(self._life.settings, self.num_workers) if batch_size is None else batch_size
         size = checks.check_count("batch_size", usual, "It is the number of rows in a batch.")
         asked = BatchRequest(size, batch_size is not None, feature_columns)
-        source, container = self._life.framework.to_predict(data, asked)
+        source = self._life.framework.to_predict(data, asked)
         outputs = outputs_in_rounds(self._life, source, info, has_target, max_retries)
-        return container.stream(outputs) if streaming else container.collect(outputs)
+        return source.container.stream(outputs) if streaming else source.container.collect(outputs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Load a state dict into all workers. Return once all workers have loaded it.

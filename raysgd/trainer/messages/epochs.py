@@ -146,25 +146,13 @@ def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[l
         **named: Further arguments by name. Those that the method does not accept are left out.
     """
     parameters = _parameters(method)[1:]
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        positional = [
-            p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
-        ]
-        if positional and positional[0].default is inspect.Parameter.empty:
-            return [iterator, named.pop("info")], named
-        return [iterator], named
-    arguments: list[Any] = [iterator]
-    keywords: dict[str, Any] = {}
-    for index, parameter in enumerate(parameters):
-        if parameter.name in named and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
-            keywords[parameter.name] = named[parameter.name]
-        elif index == 0 and parameter.kind in (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.VAR_POSITIONAL,
-        ):
-            arguments.append(named["info"])
-    return arguments, keywords
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        unnamed = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name not in named]
+        takes_info = bool(unnamed) and unnamed[0].default is inspect.Parameter.empty
+        return ([iterator, named.pop("info")] if takes_info else [iterator]), named
+    known = [each.name for each in parameters if each.name in named and each.kind is not each.POSITIONAL_ONLY]
+    takes_info = bool(parameters) and parameters[0].name not in known and parameters[0].kind in _POSITIONAL
+    return ([iterator, named["info"]] if takes_info else [iterator]), {name: named[name] for name in known}
 
 
 def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
@@ -227,6 +215,7 @@ class RunnerFacts:
     Attributes:
         num_models: Number of registered models.
         num_optimizers: Number of registered optimizers.
+        num_schedulers: Number of registered schedulers of learning rates.
         seed: Seed of this rank for the random order of samples.
         train_data: Properties of the training data that must be identical on all ranks. None if the library does not
             divide the data over the workers.
@@ -247,6 +236,7 @@ class RunnerFacts:
 
     num_models: int
     num_optimizers: int
+    num_schedulers: int = 0
     seed: int
     train_data: Any
     validation_data: Any
@@ -263,7 +253,8 @@ class RunnerFacts:
     @property
     def counts(self) -> dict[str, int]:
         """The numbers of models and optimizers that a state dict for this operator must have."""
-        return {"models": self.num_models, "optimizers": self.num_optimizers}
+        counts = {"models": self.num_models, "optimizers": self.num_optimizers}
+        return {**counts, "schedulers": self.num_schedulers} if self.num_schedulers else counts
 
 
 _BY_RANK = ("by_rank", "lost")
@@ -314,16 +305,8 @@ class BegunEpoch:
 
     def as_data(self) -> dict[str, Any]:
         """Return this epoch's progress as data that can be written as JSON. Floats keep their exact values."""
-        return {
-            "num_steps": self.num_steps,
-            "epoch_idx": self.epoch_idx,
-            **{name: summaries_as_data(getattr(self, name)) for name in _BY_RANK},
-            "seconds": self.seconds,
-            "global_step": self.global_step,
-            "is_exhausted": self.is_exhausted,
-            "owes_validation": self.owes_validation,
-            "objects": [*self.objects],
-        }
+        by_rank = {name: summaries_as_data(getattr(self, name)) for name in _BY_RANK}
+        return {**vars(self), **by_rank, "objects": [*self.objects]}
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> BegunEpoch:
@@ -385,16 +368,13 @@ def open_steps_from_data(data: Sequence[Any] | None) -> OpenSteps | None:
 
 def _as_data(metrics: MetricSummary) -> dict[str, Any]:
     values = {str(name): _packed(value) for name, value in metrics.items() if isinstance(value, int | float)}
-    return {"values": values, "totals": {str(name): _packed_all(total) for name, total in metrics.totals.items()}}
+    totals = {str(name): [*map(_packed, total)] for name, total in metrics.totals.items()}
+    return {"values": values, "totals": totals}
 
 
 def _from_data(data: Mapping[str, Any]) -> MetricSummary:
     totals = {name: (_unpacked(total), _unpacked(count)) for name, (total, count) in data["totals"].items()}
     return MetricSummary({name: _unpacked(value) for name, value in data["values"].items()}, totals)
-
-
-def _packed_all(values: Iterable[Any]) -> list[Any]:
-    return [_packed(value) for value in values]
 
 
 def _packed(value: float) -> int | str:

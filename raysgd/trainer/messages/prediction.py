@@ -7,19 +7,18 @@ Ray Data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from raysgd.core.arguments import did_you_mean, is_integer
 from raysgd.core.arrays import trees
 from raysgd.core.arrays.user_data import (
-    PLAIN_FORM,
     Arrays,
     BatchForm,
     Columns,
+    Convert,
     as_arrays,
     check_columns,
     is_frame,
@@ -35,7 +34,7 @@ _BLOCK_BYTES = 2**20
 
 
 class ArrayContainer:
-    """Returns the outputs of `predict` as arrays, for data that consists of arrays.
+    """Converts the outputs of batches to the result of one `predict` call, here to arrays, for data that are arrays.
 
     Args:
         leaf: Function that converts each NumPy array to the type that the user gets.
@@ -50,10 +49,10 @@ class ArrayContainer:
         return (self._shown(output) for output in outputs)
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """Concatenate the outputs of all batches. Each resulting array has one row for each row of the data."""
+        """Join the outputs of all batches. The result has one row for each row of the data."""
         collected = list(outputs)
         if not collected:
-            return {} if self._is_dict else self._leaf(np.zeros(0, np.float32))
+            return self._shown({} if self._is_dict else np.zeros(0, np.float32))
         return self._shown(trees.joined(collected))
 
     def _shown(self, output: Any) -> Any:
@@ -62,7 +61,7 @@ class ArrayContainer:
         return trees.mapped(output, lambda leaf: leaf if isinstance(leaf, list) else self._leaf(leaf))
 
 
-class DataFrameContainer:
+class DataFrameContainer(ArrayContainer):
     """Returns the outputs of `predict` as columns of a pandas data frame.
 
     Args:
@@ -70,35 +69,23 @@ class DataFrameContainer:
     """
 
     def __init__(self, index: Any) -> None:
-        self._index = index
+        super().__init__(is_dict=True)
+        self._index_left = index
 
-    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """Yield a data frame for each batch."""
-        start = 0
-        for output in outputs:
-            frame = self._frame(output, start)
-            start += len(frame)
-            yield frame
-
-    def collect(self, outputs: Iterable[Any]) -> Any:
-        """Return one data frame with the rows of all batches."""
-        collected = list(outputs)
-        return self._frame(trees.joined(collected) if collected else {}, 0)
-
-    def _frame(self, output: Any, start: int) -> Any:
+    def _shown(self, output: Any) -> Any:
         import pandas as pd
 
         columns = {name: column for key, leaf in named(output) for name, column in _columns(key, leaf)}
         num_rows = len(next(iter(columns.values()), ()))
-        return pd.DataFrame(columns, index=self._index[start : start + num_rows])
+        index, self._index_left = self._index_left[:num_rows], self._index_left[num_rows:]
+        return pd.DataFrame(columns, index=index)
 
 
-class RayDataContainer:
-    """Returns the outputs of `predict` as a Ray Data dataset, in Ray's object store instead of the driver's memory."""
+class RayDataContainer(ArrayContainer):
+    """Returns the outputs of `predict` as a Ray Data dataset, in Ray's object store instead of the driver's memory.
 
-    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over dicts of arrays, one for each batch, like Ray Data's `iter_batches`."""
-        return ({name: trees.own(leaf) for name, leaf in named(output)} for output in outputs)
+    A stream has a dict of arrays for each batch, like Ray Data's `iter_batches`.
+    """
 
     def collect(self, outputs: Iterable[Any]) -> Any:
         """Write the outputs of all batches to Ray's object store and return them as a Ray Data dataset."""
@@ -108,9 +95,8 @@ class RayDataContainer:
         blocks: list[Any] = [ray.put(_as_frame(trees.joined(group))) for group in _groups(outputs)]
         return ray.data.from_pandas_refs(blocks) if blocks else ray.data.from_items([])
 
-
-Container: TypeAlias = ArrayContainer | DataFrameContainer | RayDataContainer
-"""Converts the outputs of batches into the result of `predict`."""
+    def _shown(self, output: Any) -> Any:
+        return {name: trees.own(leaf) for name, leaf in named(output)}
 
 
 def named(output: Any) -> Iterator[tuple[str, Any]]:
@@ -173,9 +159,6 @@ def _groups(outputs: Iterable[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-AsBatch = Callable[[Any, BatchForm], Any]
-"""Function that converts arrays to a batch in the framework's format."""
-
 HAS_TARGET = "has_target"
 """Key in the `batch_info` of `predict_batch`. Its value is True if the last element of a tuple batch is a target."""
 
@@ -221,7 +204,7 @@ class Work:
     form: BatchForm | None = None
     are_rows: bool = False
 
-    def made(self, as_batch: AsBatch, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
+    def made(self, as_batch: Convert, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
         """Yield each batch in the framework's format, with its number of rows.
 
         Args:
@@ -233,59 +216,28 @@ class Work:
             yield batch, num_rows_of(batch)
 
 
-class PredictionPlace:
-    """The progress of a `predict` call in one worker.
-
-    The progress of other calls is read from attributes of a batch stream. This class has the same attributes.
-
-    Attributes:
-        source: Always None. In a batch stream, this attribute is the source of the batches.
-        num_batches_taken: Estimated number of batches that all workers together have completed.
-    """
-
-    def __init__(self, request: PredictRequest) -> None:
-        self.source = None
-        self._request = request
-        self.num_batches_taken = request.num_done
-
-    def note_batches(self, num_own: int) -> None:
-        """Record how many batches of the current round this worker has completed.
-
-        The other workers are assumed to have completed as many.
-        """
-        done, total = self._request.num_done + num_own * self._request.num_workers, self._request.total
-        self.num_batches_taken = done if total is None else min(done, total)
-
-
 def outputs_of(
-    operator: Any,
-    batches: Iterable[tuple[Any, int]],
-    request: PredictRequest,
-    place: PredictionPlace,
-    plain: Callable[..., Any],
-) -> list[Any]:
-    """Return the output of the operator's `predict_batch` for each batch, converted to arrays.
+    operator: Any, batches: Iterable[tuple[Any, int]], request: PredictRequest, plain: Callable[..., Any]
+) -> Iterator[Any]:
+    """Yield the output of the operator's `predict_batch` for each batch, converted to arrays.
 
     Args:
         operator: Operator whose `predict_batch` is called.
         batches: This worker's batches in this round, each with its number of rows.
         request: The driver's request for this round.
-        place: Record of the progress, which is updated after each batch.
         plain: Function that converts a tensor to an array.
 
     Raises:
         ValueError: The number of rows in an output differs from that of its batch, or an output is empty.
     """
-    predict_batch, outputs = bind_batch_info(operator.predict_batch), []
+    predict_batch = bind_batch_info(operator.predict_batch)
     for number, (batch, num_rows) in enumerate(batches):
         has_several = isinstance(batch, tuple | list) and len(batch) > 1
         has_target = has_several if request.has_target is None else request.has_target
         where = {"batch_idx": request.first_batch + number, HAS_TARGET: has_target}
         output = plain_outputs(predict_batch(batch, {**request.info, **where}), plain)
         check_rows(output, num_rows, type(operator).__name__)
-        outputs.append(output)
-        place.note_batches(number + 1)
-    return outputs
+        yield output
 
 
 def plain_outputs(returned: Any, plain: Callable[[Any], Any]) -> Any:
@@ -324,16 +276,12 @@ def check_rows(output: Any, num_rows: int, name: str) -> None:
         num_found = trees.rows_of(leaf)
         if num_found != num_rows:
             what = f"a `{type(leaf).__name__}` without rows" if num_found is None else f"{num_found} rows"
-            raise ValueError(_wrong(name, part, what, num_rows))
-
-
-def _wrong(name: str, part: str, what: str, num_rows: int) -> str:
-    where = f" under `{part}`" if part else ""
-    return (
-        f"`{name}.predict_batch` returned {what}{where} for a batch of {num_rows} rows. Return one row per input row, "
-        "in the order of the batch, as a tensor, an array, or a list with an entry for each row. For several outputs, "
-        "return a tuple or a dict of these."
-    )
+            where = f" under `{part}`" if part else ""
+            raise ValueError(
+                f"`{name}.predict_batch` returned {what}{where} for a batch of {num_rows} rows. Return one row per "
+                "input row, in the order of the batch, as a tensor, an array, or a list with an entry for each row. "
+                "For several outputs, return a tuple or a dict of these."
+            )
 
 
 DEFAULT_BATCH_SIZE = 32
@@ -346,6 +294,7 @@ class PredictionSource:
     Attributes:
         pieces: The pieces, in row order.
         num_batches: Number of batches in the whole data, or None if unknown.
+        container: Converts the outputs to the result of the call.
         form: How workers convert the pieces to batches of the framework. None if they need no conversion.
         share: Data to send once to every worker, such as the dataset to which row indices refer. None if no such data
             is needed.
@@ -355,13 +304,10 @@ class PredictionSource:
 
     pieces: Iterator[Any]
     num_batches: int | None
+    container: ArrayContainer = field(default_factory=ArrayContainer)
     form: BatchForm | None = None
     share: Any = None
     has_target: bool | None = None
-
-    def draw(self, number: int) -> Sequence[Any]:
-        """Return the next pieces, at most `number` of them. Return an empty list when no pieces are left."""
-        return list(islice(self.pieces, number))
 
     def work(self, pieces: Sequence[Any]) -> Work:
         """Return what to send to one worker that predicts consecutive pieces."""
@@ -404,19 +350,17 @@ class BatchRequest:
         has_size: True if the user passed the batch size to `predict`. It then overrides a batch size that the data
             specifies.
         feature_columns: The `feature_columns` that the user passed to `predict`.
-        leaf: Function that converts an array of the results to the user's format.
     """
 
     batch_size: int
     has_size: bool = False
     feature_columns: Columns = None
-    leaf: Callable[[Any], Any] = trees.own
 
     def size(self, own: int | None) -> int:
         """Return the batch size to use. `own` is the batch size that the data specifies, or None if it has none."""
         return self.batch_size if self.has_size or own is None else own
 
-    def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:
+    def form(self, own: BatchForm) -> BatchForm:
         """Return which columns the batches have, and how they are converted.
 
         If the user passed `feature_columns` to `predict`, these columns are used without any transform. Otherwise, the
@@ -427,21 +371,17 @@ class BatchRequest:
             own: The columns and the conversion that the data specifies.
         """
         if self.feature_columns is not None:
-            return replace(PLAIN_FORM, feature_columns=self.feature_columns)
+            return BatchForm(self.feature_columns)
         return own if own.transform is not None else replace(own, label_column=None)
 
 
-Found = tuple[PredictionSource, Container]
-
-
-def source_of(data: Any, asked: BatchRequest) -> Found | None:
-    """Return the source of batches and the container of the results for arrays, data frames or Ray Data.
-
-    Return None for data of another type.
+def source_of(data: Any, asked: BatchRequest, leaf: Callable[[Any], Any] = trees.own) -> PredictionSource | None:
+    """Return the source of batches for arrays, data frames or Ray Data. Return None for data of another type.
 
     Args:
         data: The data that the user passed to `predict`.
         asked: The user's arguments that say how to make batches.
+        leaf: Function that converts an array of the results to the user's format.
 
     Raises:
         TypeError, ValueError: The columns are invalid, or the data has no columns.
@@ -452,16 +392,16 @@ def source_of(data: Any, asked: BatchRequest) -> Found | None:
         batches = ray_batches(data)
         assert batches is not None, "it is of Ray Data"
         [share] = replace(batches, batch_size=asked.size(batches.batch_size)).shares(1)
-        return PredictionSource(share.arrays(), None, asked.form(batches.form)), RayDataContainer()
+        return PredictionSource(share.arrays(), None, RayDataContainer(), asked.form(batches.form))
     check_columns(asked.feature_columns, data.data if isinstance(data, Arrays) else data)
-    return _of_arrays(data, asked) if kind == "rows" else None
+    return _of_arrays(data, asked, leaf) if kind == "rows" else None
 
 
-def _of_arrays(rows: Any, asked: BatchRequest) -> Found:
+def _of_arrays(rows: Any, asked: BatchRequest, leaf: Callable[[Any], Any]) -> PredictionSource:
     arrays = rows if isinstance(rows, Arrays) else Arrays(rows)
     data, form = arrays.data, asked.form(arrays.form)
     has_target = arrays is rows and isinstance(data, tuple) and len(data) > 1
-    container: Container = ArrayContainer(asked.leaf, is_dict=isinstance(data, Mapping))
+    container = ArrayContainer(leaf, is_dict=isinstance(data, Mapping))
     if is_frame(data):
         container = DataFrameContainer(data.index)
         data = data if form.columns is None else _columns_of(data, form.columns)
@@ -473,7 +413,7 @@ def _of_arrays(rows: Any, asked: BatchRequest) -> Found:
         return trees.mapped(rows, lambda array: _rows(array, start, start + size))
 
     has_target = has_target or form.label_column is not None
-    return PredictionSource(map(batch_at, starts), len(starts), form, has_target=has_target), container
+    return PredictionSource(map(batch_at, starts), len(starts), container, form, has_target=has_target)
 
 
 def _columns_of(frame: Any, columns: Sequence[str]) -> Any:

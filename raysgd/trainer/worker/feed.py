@@ -53,7 +53,7 @@ class DataCursor:
         self._looks_ahead = looks_ahead
         self._items: Iterator[PlannedBatch] | None = None  # batches of the open pass that were not drawn yet
         self._ahead: list[PlannedBatch | None] = []  # batches that were drawn but not yielded yet; None ends the pass
-        self._to_resume: tuple[int, int] | None = None
+        self._is_moved = False  # True if the next pass to open is the rest of one, behind `consumed`
         self._ends_pass = False  # True if the pass ends with the batch that was drawn last
         self._used_after = 0  # of the batch that was drawn last
         self.pass_index = self.num_batches_taken = self.num_batches_open = self.consumed = self.completed = 0
@@ -66,7 +66,7 @@ class DataCursor:
     @property
     def is_mid_pass(self) -> bool:
         """True if the most recently started pass has batches left, or its last step is not committed yet."""
-        return self._items is not None or self._to_resume is not None or self.num_batches_open > 0
+        return self._items is not None or self._is_moved or self.num_batches_open > 0
 
     def opened(self, plan: BatchPlan, has_batch: bool) -> None:
         """Record that the batch that was drawn last is about to be handed out.
@@ -113,7 +113,7 @@ class DataCursor:
             pass_index: Index of the pass.
             consumed: Number of samples at the start of the pass that were used already.
         """
-        self._items, self.pass_index, self._to_resume = None, pass_index, (pass_index, consumed)
+        self._items, self.pass_index, self._is_moved = None, pass_index, True
         self.consumed = self.completed = consumed
 
     def drawn(
@@ -156,12 +156,10 @@ class DataCursor:
             return iter(())
         self._has_begun = True
         check()
-        if self._to_resume is not None:
-            (self.pass_index, consumed), self._to_resume = self._to_resume, None
-        else:
-            self.pass_index, consumed = self._next_pass(), 0
-        self.consumed = self.completed = consumed
-        return iter(self.source.open(self.pass_index, consumed))
+        if not self._is_moved:
+            self.pass_index, self.consumed = self._next_pass(), 0
+        self._is_moved, self.completed = False, self.consumed
+        return iter(self.source.open(self.pass_index, self.consumed))
 
 
 class DataFeed(ABC):
@@ -179,6 +177,7 @@ class DataFeed(ABC):
         train_cursor: Cursor of the registered training data. None until a call has trained on this data.
         data_of_call: The data that the user passed to the last call, or this worker's shard of that data, under "train"
             or "validation".
+        made_of_call: What `_make` created from each entry of `data_of_call`. Several calls on the same data use it.
         largest_batch: Number of samples that this worker processes at once, found by `micro_batch_size="auto"`. None
             before memory ran out.
         looks_ahead: True if cursors draw batches early. See `DataCursor`.
@@ -194,7 +193,7 @@ class DataFeed(ABC):
         self._left_to_validate: Any = None  # the cursor that the next call to `validate` continues
         self._to_resume: Mapping[str, Any] | None = None
         self._call_cursor: Any = None  # of the training data that the user passed to a call
-        self._made: dict[str, Any] = {}
+        self.made_of_call: dict[str, Any] = {}
 
     @property
     @abstractmethod
@@ -227,11 +226,12 @@ class DataFeed(ABC):
         """
 
     @abstractmethod
-    def _make(self, name: str) -> Any:
-        """Create a loader or dataset from the data that the user passed to a call, as stored in `data_of_call`.
+    def _make(self, name: str, share: CallData) -> Any:
+        """Create a loader or dataset from the data that the user passed to a call.
 
         Args:
             name: "train" or "validation".
+            share: The data, or this worker's shard.
         """
 
     def _open_validation(self, request: EpochRequest) -> Any:
@@ -287,7 +287,7 @@ class DataFeed(ABC):
             return
         if request.shard_key is not None:
             self.data_of_call[name] = share
-            self._made.pop(name, None)
+            self.made_of_call[name] = self._make(name, share)
             if name == "train":
                 self._call_cursor = None
             return
@@ -363,15 +363,6 @@ class DataFeed(ABC):
             _go_to(cursor, share.place)
             self.data_of_call["train"], self._call_cursor = replace(share, place=None), cursor
         return self._call_cursor
-
-    def made_of_call(self, name: str) -> Any:
-        """Return the loader or dataset that `_make` created from the data that the user passed to a call.
-
-        Several calls on the same data use the same loader or dataset.
-        """
-        if name not in self._made:
-            self._made[name] = self._make(name)
-        return self._made[name]
 
     def is_divided(self, cursor: Any) -> bool:
         """Return True if a cursor reads the registered data, and the library divides that data over the workers.

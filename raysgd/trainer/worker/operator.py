@@ -28,6 +28,7 @@ from raysgd.core.numbers.timing import TimerCollection
 from raysgd.core.text.log_lines import Once
 from raysgd.core.text.tracebacks import defined_at
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
+from raysgd.trainer.messages.epochs import bind_batch_info
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 if TYPE_CHECKING:
@@ -262,6 +263,19 @@ class Internals:
         metrics = self.latest_metrics = self._with_logged(metrics) if self.logged else metrics
         values = dict(metrics)
         return values, values.pop(NUM_SAMPLES, 1)
+
+    def validated(self, batches: Iterable[Any], info: Mapping[str, Any] | None) -> MetricSummary:
+        """Call the operator's `validate_batch` for each batch, and return the averages of the metrics.
+
+        Args:
+            batches: The validation data.
+            info: Entries for the `batch_info` of `validate_batch`.
+        """
+        meters, validate_batch = self.new_meters(), bind_batch_info(self._operator.validate_batch)
+        for batch_idx, batch in enumerate(batches):
+            metrics = validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
+            meters.update(*self.values_and_weight(metrics, "validate_batch"))
+        return meters.summary()
 
 
 class BaseOperator:

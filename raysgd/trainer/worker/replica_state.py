@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,13 +217,9 @@ class StateCopies:
             landed_token: Token of the last copy that has arrived in the driver. That copy and earlier copies are
                 discarded. None if no copy has arrived.
         """
-        with self._ledger.copying():
-            with self._changing:
-                kept = self._kept.items()
-                self._kept = {each: copy for each, copy in kept if landed_token is None or each > landed_token}
-            part = self._with(state.copy_for_driver(rank), Capture(state.own()))
-            self._claimed = part.token or self._claimed
-            return part
+        part = self._taken(state, rank, lambda token: landed_token is None or token > landed_token)
+        self._claimed = part.token or self._claimed
+        return part
 
     def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
         """Copy the training state inside a training call, and return this rank's part of the snapshot.
@@ -235,26 +231,33 @@ class StateCopies:
             rank: Rank of this worker.
             progress: Progress of the training call, which is stored with the copy.
         """
-        with self._ledger.copying():
-            with self._changing:
-                self._kept = {each: copy for each, copy in self._kept.items() if each == self._claimed}
-            return self._with(state.copy_for_driver(rank), Capture(state.own(), progress=progress))
+        return self._taken(state, rank, lambda token: token == self._claimed, progress)
 
-    def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
-        """Return this rank's part of a snapshot, with a copy of the shared state, or with the token of such a copy.
+    def _taken(self, state: Any, rank: int, keeps: Callable[[int], bool], progress: Any = None) -> Capture:
+        """Copy the training state, and return this rank's part of the snapshot.
 
-        A small copy is added directly. For a large copy, or a copy of one shard of the state, only the token is added;
-        the copy itself is stored in this object. If `copy` is None, nothing is added.
+        A small copy of the shared state is added directly. For a large copy, or a copy of one shard of the state, only
+        its token is added; the copy itself is stored in this object.
+
+        Args:
+            state: Reads the training state.
+            rank: Rank of this worker.
+            keeps: Function that returns True if the former copy with this token must stay.
+            progress: Progress of the running call.
         """
-        if copy is None:
-            return part
-        if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
-            return replace(part, shared_state=copy.content)
-        # Without the lock, the new entry could get lost, because `fetch` in the second thread replaces the dictionary.
-        with self._changing:
-            self._last_token += 1
-            self._kept[self._last_token] = copy
-            return replace(part, token=self._last_token, is_part=copy.is_part)
+        with self._ledger.copying():
+            # Without the lock, a change could get lost, because `fetch` in the second thread replaces the dictionary.
+            with self._changing:
+                self._kept = {token: copy for token, copy in self._kept.items() if keeps(token)}
+            copy, part = state.copy_for_driver(rank), Capture(state.own(), progress=progress)
+            if copy is None:
+                return part
+            if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
+                return replace(part, shared_state=copy.content)
+            with self._changing:
+                self._last_token += 1
+                self._kept[self._last_token] = copy
+                return replace(part, token=self._last_token, is_part=copy.is_part)
 
     def fetch(self, token: int) -> Any:
         """Return the copy that this token identifies.

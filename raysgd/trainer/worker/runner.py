@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any
 
 from raysgd.core.engine.shared.interface import Capture, taken_over
@@ -23,7 +24,7 @@ from raysgd.core.numbers.timing import DRIVER
 from raysgd.exceptions import NotRegisteredError
 from raysgd.trainer.messages.comparison import JointWork
 from raysgd.trainer.messages.epochs import BegunEpoch, EpochAnswer, EpochRequest, RunnerFacts, accepted
-from raysgd.trainer.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
+from raysgd.trainer.messages.prediction import PredictRequest, Work, outputs_of
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.operator import around_batches
@@ -41,7 +42,8 @@ class EvaluationCall:
     """The `validate` or `predict` call that a worker is running at the moment.
 
     Attributes:
-        cursor: Object that supplies the call's batches. Its `num_batches_taken` counts the batches taken so far.
+        cursor: Object that supplies the call's batches. Its `num_batches_taken` counts the batches taken so far. For
+            `predict`, an object with the same attributes, which estimates the batches of all workers.
         began_at: The cursor's `num_batches_taken` when the call began.
         num_batches: Number of global batches to use, or None to use all remaining batches.
         info: The `info` dictionary that is passed to the operator's method.
@@ -180,7 +182,7 @@ class ClassRunner(ABC):
         self._candidate, own = None, hosted.state.own()
         with hosted.giving_back_random_numbers():
             candidate = self._make_hosted(settings, hosted.world)
-            facts: RunnerFacts = candidate.build()
+            facts = candidate.build()
             state = hosted.state.read()
             check_parts(state, facts.counts)
             candidate.restore(state, own)
@@ -205,8 +207,7 @@ class ClassRunner(ABC):
             self._host(candidate)
             self.drop_reload()
         self._hosted.take_edited(edited)
-        facts: RunnerFacts = self._hosted.facts()
-        return facts
+        return self._hosted.facts()
 
     def drop_reload(self) -> None:
         """Discard the operator that `prepare_reload` created."""
@@ -476,13 +477,13 @@ class ClassRunner(ABC):
         # An earlier, lost rank may have had one of these names.
         lost = {f"left {number}": metrics for number, metrics in enumerate(first.lost.values())}
         call = TrainingCall(hosted, self._copies, first)
-        call.meters.add_all(own)
+        call.meters.go_on_from(*own)
         call.take_over(replace(first, others={}, lost=lost))
         if hosted.gather is not None:
             rows = {}
             for each, name in enumerate(names):
                 meters = hosted.operator._raysgd.new_meters()
-                meters.add_all(taken_over(everyones, each, size))
+                meters.go_on_from(*taken_over(everyones, each, size))
                 rows[name] = meters.summary()
             call.rows.note(first.num_steps - 1, rows)
         self._training = call
@@ -534,13 +535,17 @@ class ClassRunner(ABC):
         Returns:
             The output for each batch, as arrays.
         """
-        hosted, operator, place = self._hosted, self._hosted.operator, PredictionPlace(request)
-        call = EvaluationCall(place, 0, request.total, request.info, "predict")
+        hosted, outputs, total = self._hosted, list[Any](), request.total
+        progress = SimpleNamespace(source=None, num_batches_taken=request.num_done)
         with self._ledger.evaluating():
             hosted.set_timers(profile=False)
-            with self._evaluating(call), hosted.predicting():
+            with self._evaluating(EvaluationCall(progress, 0, total, request.info, "predict")), hosted.predicting():
                 batches = hosted.to_predict(request, work, share)
-                return outputs_of(operator, batches, request, place, hosted.as_array)
+                for output in outputs_of(hosted.operator, batches, request, hosted.as_array):
+                    outputs.append(output)
+                    done = request.num_done + len(outputs) * request.num_workers  # as if others had done as many
+                    progress.num_batches_taken = done if total is None else min(done, total)
+        return outputs
 
     def validate_on_loan(
         self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None

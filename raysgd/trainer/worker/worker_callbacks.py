@@ -37,9 +37,9 @@ class InstalledCallbacks:
     Attributes:
         are_there: True if at least one callback is installed.
         noting_batches: The callbacks that override `_on_batch`.
+        may_leave_out: The callbacks that may leave steps out. Empty outside `listening`.
         wants_gradients: True if a callback must be called before an optimizer steps. False outside `listening`.
-        may_leave_out: True if a callback may leave steps out. False outside `listening`.
-        wants_steps: True if a callback must be called after an optimizer has stepped. False outside `listening`.
+        wants_steps: The callbacks to call after an optimizer has stepped. Empty outside `listening`.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,13 @@ class InstalledCallbacks:
         self._unclaimed: dict[str, Any] = {}
         self._epoch: Any = None
         self._operator: Any = None
-        self._listen([], [], [])
+        self._listen()
 
-    def _listen(
-        self, judges: list[WorkerCallback], on_gradients: list[WorkerCallback], on_steps: list[WorkerCallback]
-    ) -> None:
-        self._judges, self._on_gradients, self._on_steps = judges, on_gradients, on_steps
-        self.may_leave_out, self.wants_steps = bool(judges), bool(on_steps)
-        self.wants_gradients = bool(judges or on_gradients)
+    def _listen(self, *methods: str) -> None:
+        """Call the callbacks that override these methods in steps, or no callback without arguments."""
+        found = [self._with(method) for method in methods] or [[], [], []]
+        self.may_leave_out, self._on_gradients, self.wants_steps = found
+        self.wants_gradients = bool(self.may_leave_out or self._on_gradients)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
         """Replace the installed callbacks with copies of these callbacks, and call `on_begin` of each copy.
@@ -140,17 +139,17 @@ class InstalledCallbacks:
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
         """Inside the block, call the installed callbacks before and after each optimizer step."""
-        self._listen(self._with("_leaves_out"), self._with("on_gradients"), self._with("on_optimizer_step"))
+        self._listen("_leaves_out", "on_gradients", "on_optimizer_step")
         self._operator = operator
         try:
             yield
         finally:
             self._operator = None
-            self._listen([], [], [])
+            self._listen()
 
     def see_loss(self, loss: Any) -> Any:
         """Call `_see_loss` of the callbacks that may leave steps out. Return the loss whose gradients are computed."""
-        for each in self._judges:
+        for each in self.may_leave_out:
             loss = call_event(each, "_see_loss", self._operator, loss)
         return loss
 
@@ -159,7 +158,7 @@ class InstalledCallbacks:
 
         Return False, without these calls, if a callback leaves the step out. The step's metrics then do not count.
         """
-        if any(call_event(each, "_leaves_out", self._operator, optimizer) for each in self._judges):
+        if any(call_event(each, "_leaves_out", self._operator, optimizer) for each in self.may_leave_out):
             self._epoch.leave_out_step()
             return False
         for each in self._on_gradients:
@@ -178,7 +177,7 @@ class InstalledCallbacks:
 
     def stepped(self, optimizer: Any) -> None:
         """Call `on_optimizer_step` of the callbacks after an optimizer has stepped."""
-        for each in self._on_steps:
+        for each in self.wants_steps:
             call_event(each, "on_optimizer_step", self._operator, optimizer)
 
     @property
@@ -187,12 +186,12 @@ class InstalledCallbacks:
 
         Outside a `listening` block, the list is empty.
         """
-        return [*self._judges, *self.followers]
+        return [*self.may_leave_out, *self.followers]
 
     @property
     def followers(self) -> list[WorkerCallback]:
         """The callbacks that follow what optimizer steps do, such as averages of weights."""
-        return [*self._on_gradients, *self._on_steps]
+        return [*self._on_gradients, *self.wants_steps]
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
         """Call `on_epoch_end` of the callbacks, and return the epoch's metrics with the entries that callbacks added.

@@ -83,11 +83,11 @@ def test_logical_shards_are_cut_alike_for_any_number_of_workers() -> None:
         global_size, num_shards, cap = draw.randint(1, 50), draw.randint(1, 8), draw.choice([None, 1, 2])
         num_samples = draw.randint(1, global_size)
         num_shards = max(num_shards, -(-global_size // cap)) if cap else num_shards
-        alone = ShardedGlobalBatch(global_size, 1, num_shards, cap).parts(num_samples, 0)
+        alone = ShardedGlobalBatch(global_size, 1, cap, num_shards).parts(num_samples, 0)
         assert [at for part in alone for at in range(part.start, part.stop)] == list(range(num_samples))
         assert num_samples == 1 or cap or all(part.stop - part.start > 1 for part in alone)
         world_size = draw.randint(1, 10)
-        shards = ShardedGlobalBatch(global_size, world_size, num_shards, cap)
+        shards = ShardedGlobalBatch(global_size, world_size, cap, num_shards)
         parts = [shards.parts(num_samples, rank) for rank in range(world_size)]
         bounds = [(part.start, part.stop) for of_rank in parts for part in of_rank if part.start < part.stop]
         assert bounds == [(part.start, part.stop) for part in alone]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core.arrays.division import NO_BATCH, PlannedBatch, plan_of
+from raysgd.core.arrays.division import NO_BATCH, BatchPlan, PlannedBatch, plan_of
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.data import IterableStream
 from raysgd.exceptions import StreamError
@@ -166,7 +166,7 @@ def test_a_rank_without_any_batch_says_so() -> None:
 def test_what_a_batch_says_about_its_loss(
     num_samples: int | None, weights: tuple[float, float], divisor: float | None, factor: float
 ) -> None:
-    assert TFStep(num_samples, num_global=8, weights=weights).factor(divisor) == factor
+    assert TFStep(BatchPlan(num_samples, 8, sample_weights=weights)).factor(divisor) == factor
 
 
 def tensors(*sizes: int) -> tuple[Iterator[Any], TFStep]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from raysgd.torch.data.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 from raysgd.torch.data.sampling import ElasticBatchSampler
 
@@ -79,11 +77,3 @@ def test_by_hand_changes_nothing_about_the_passes() -> None:
     for each in (sampler, untouched):
         each.plan_pass(0, seed=7)
     assert list(sampler) == list(untouched)
-
-
-def test_an_impossible_batch_size_is_refused_and_changes_nothing() -> None:
-    sampler = make_sampler(SequentialOrder(4))
-    sampler.plan_pass(0, seed=0)
-    with pytest.raises(ValueError, match="must be"):
-        sampler.reshape(0, 1, batch_size=0)
-    assert list(sampler) == [[0, 1], [2, 3]]

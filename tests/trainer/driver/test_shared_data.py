@@ -83,7 +83,7 @@ def test_ray_data_of_a_call_has_the_batch_size_of_the_config() -> None:
     assert [share.data.iterator.rows for share in shares] == [[1, 2, 5], [3, 4]]
     assert given(sharing, rows, TWO) == (keys, [])
     _, [whole] = given(sharing, rows, ONE)
-    assert whole.data.form.batch_size == 4
+    assert whole.data.batch_size == 4
 
 
 def test_functions_that_make_data_are_given_the_config_of_now() -> None:
