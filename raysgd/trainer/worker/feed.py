@@ -286,8 +286,7 @@ class DataFeed(ABC):
         if share is None:
             return
         if request.shard_key is not None:
-            self.data_of_call[name] = share
-            self.made_of_call[name] = self._make(name, share)
+            self.made_of_call[name], self.data_of_call[name] = self._make(name, share), share
             if name == "train":
                 self._call_cursor = None
             return
