@@ -206,15 +206,11 @@ class OwnSource:
     def open(self, pass_index: int, consumed: int) -> Iterator[PlannedBatch]:
         """Start a pass over this rank's dataset and yield the batches of the pass."""
         votes = self._votes
+        items = (PlannedBatch(batch, plan_of(int(datasets.num_samples(batch)), 0)) for batch in self._dataset)
         if votes is None:
-            yield from self._alone()
-            return
-        for item, is_own, _ in in_lockstep(self._alone(), lambda item: votes.ask(item is not NO_BATCH), "dataset"):
-            yield item if is_own else PlannedBatch(item.batch, plan_of(0, 0))
-
-    def _alone(self) -> Iterator[PlannedBatch]:
-        for batch in self._dataset:
-            yield PlannedBatch(batch, plan_of(int(datasets.num_samples(batch)), 0))
+            return items
+        joint = in_lockstep(items, lambda item: votes.ask(item is not NO_BATCH), "dataset")
+        return (item if is_own else PlannedBatch(item.batch, plan_of(0, 0)) for item, is_own, _ in joint)
 
     def num_steps(self) -> int | None:
         number = int(self._dataset.cardinality()) if hasattr(self._dataset, "cardinality") else -1

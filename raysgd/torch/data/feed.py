@@ -325,9 +325,14 @@ class PlainSource:
             consumed: Not used, because this source cannot start in the middle of a pass.
         """
         tell_epoch(self._loader, pass_index)
-        if self._is_in_lockstep:
-            return _in_lockstep(iter(self._loader), self._ranks.start_sum, self._ranks.world_size)
-        return map(PlannedBatch, self._loader)
+        if not self._is_in_lockstep:
+            return map(PlannedBatch, self._loader)
+        ranks = self._ranks
+        joint = in_lockstep(iter(self._loader), partial(ask, ranks.start_sum), "loader")
+        return (
+            PlannedBatch(batch, plan_of(count_samples(batch) if is_own else 0, num_samples, ranks.world_size))
+            for batch, is_own, (_, num_samples) in joint
+        )
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
         """Return plain data that marks the samples of each step as unknown in the journal (`raysgd.journal`)."""
@@ -339,11 +344,6 @@ class PlainSource:
         In lockstep, a pass may have more steps.
         """
         return length_of(self._loader)
-
-
-def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) -> Iterator[PlannedBatch]:
-    for batch, is_own, (_, num_samples) in in_lockstep(batches, partial(ask, start_sum), "loader"):
-        yield PlannedBatch(batch, plan_of(count_samples(batch) if is_own else 0, num_samples, world_size))
 
 
 LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource

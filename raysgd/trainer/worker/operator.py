@@ -264,6 +264,10 @@ class Internals:
         values = dict(metrics)
         return values, values.pop(NUM_SAMPLES, 1)
 
+    def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
+        """Return the model's output for a batch. This is the default `predict_batch`."""
+        raise NotImplementedError
+
     def validated(self, batches: Iterable[Any], info: Mapping[str, Any] | None) -> MetricSummary:
         """Call the operator's `validate_batch` for each batch, and return the averages of the metrics.
 
@@ -288,7 +292,7 @@ class BaseOperator:
     warms_up: bool = True
     compares_ranks: bool | Sequence[Any] = True
 
-    _raysgd: Any
+    _raysgd: Internals
     _config = ReadOnlyView("config")
 
     def __init__(self, config: dict[str, Any], internals: Internals) -> None:
@@ -393,26 +397,22 @@ class BaseOperator:
     @property
     def config(self) -> dict[str, Any]:
         """This worker's config. The batch size under `BATCH_SIZE` is adapted as described in `setup`."""
-        config: dict[str, Any] = self._raysgd.config
-        return config
+        return self._raysgd.config
 
     @property
     def world_rank(self) -> int:
         """Rank of this worker among all workers. 0 if there is a single worker."""
-        rank: int = self._raysgd.world.rank
-        return rank
+        return self._raysgd.world.rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this worker among the workers on the same node."""
-        rank: int = self._raysgd.world.local_rank
-        return rank
+        return self._raysgd.world.local_rank
 
     @property
     def use_gpu(self) -> bool:
         """True if the trainer requested GPUs. With PyTorch, False if this worker has none nevertheless."""
-        use_gpu: bool = self._raysgd.use_gpu
-        return use_gpu
+        return self._raysgd.use_gpu
 
 
 def is_stock(operator: Any, *names: str, of: type[Any] | None = None) -> bool:
