@@ -273,24 +273,24 @@ def register(operator: Any, given: Mapping[str, Any]) -> None:
     )
     _warn_of_models_left_out(prepared, internals.registered.original_models)
     stepped = [parallel.wrap_optimizer(optimizer) for optimizer in stepped]
-    internals.registered = record = RegisteredObjects(prepared, prepared, stepped, criterion)
+    internals.registered = registered = RegisteredObjects(prepared, prepared, stepped, criterion)
     if context.wrap_ddp:
-        record.models = operator._configure_ddp(prepared, context.device_ids, ddp_args)
+        registered.models = operator._configure_ddp(prepared, context.device_ids, ddp_args)
     else:
-        record.models = [parallel.wrap(model, context.device_ids, {}) for model in prepared]
+        registered.models = [parallel.wrap(model, context.device_ids, {}) for model in prepared]
     if own_of_criterion:
-        _wrap_criterion(context, record, own_of_criterion, ddp_args)
+        _wrap_criterion(context, registered, own_of_criterion, ddp_args)
     parallel.rebind_optimizers(stepped)
-    returned = [models.mirror(record.models), optimizers.mirror(stepped)]
-    returned += [] if record.criterion is None else [record.criterion]
+    returned = [models.mirror(registered.models), optimizers.mirror(stepped)]
+    returned += [] if registered.criterion is None else [registered.criterion]
     if schedulers is not None:
         returned.append(schedulers.mirror(schedulers.items))
-        record.schedulers, record.has_schedulers = schedulers.items, True
-    record.returned = tuple(returned)
+        registered.schedulers, registered.has_schedulers = schedulers.items, True
+    registered.returned = tuple(returned)
     options = compile_options(context)
     # `Module.compile` changes the model in place, so user code that refers to the model uses the compiled model, too.
     if options is not None:
-        for model in record.models:
+        for model in registered.models:
             model.compile(**options)
             code = (type(each).forward.__module__ for each in model.modules())
             if operator.world_rank == 0 and all(module.startswith("torch.nn.") for module in code):
@@ -326,24 +326,24 @@ def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _wrap_criterion(
-    context: OperatorContext, record: RegisteredObjects, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]
+    context: OperatorContext, registered: RegisteredObjects, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]
 ) -> None:
     """Wrap a criterion that has parameters as if it were a model.
 
     Args:
         context: Rank, device and settings of the operator.
-        record: Registered objects, with a criterion that is not wrapped yet.
+        registered: Registered objects, with a criterion that is not wrapped yet.
         own: Parameters of the criterion, except parameters of registered models that the criterion contains.
         ddp_args: Options for `DistributedDataParallel`.
     """
-    assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
+    assert isinstance(registered.criterion, torch.nn.Module), "nothing else has parameters"
     if any(parameter.requires_grad for parameter in own):
-        record.original_criterion = record.criterion
+        registered.original_criterion = registered.criterion
     # Do not install the user's communication hook on the criterion's wrapper, because the hook's state may be specific
     # to the model.
     options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
-    wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
-    record.criterion = record.own_criterion = wrapped
+    wrapped = context.parallel.wrap(registered.criterion, context.device_ids, options if context.wrap_ddp else {})
+    registered.criterion = registered.own_criterion = wrapped
 
 
 def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
