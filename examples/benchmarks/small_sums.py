@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from _ranks import on_ranks
 
 from raysgd.core.connections.torch import mesh_group
 from raysgd.core.numbers.meters import AverageMeterCollection
-from raysgd.trainer.worker.training_call import RowExchange
+from raysgd.trainer.worker.rank_rows import RankRows, RowExchange
 
 PEERS = {"gloo": "torch"}
 WITH_ROWS = "raysgd_with_rows"
@@ -65,13 +66,13 @@ class WithRows:
         group = mesh_group()
         assert group is not None
         self._group, self._meters = group, AverageMeterCollection()
-        self._exchange = RowExchange(str(rank), group.gather)
+        call = SimpleNamespace(meters=self._meters, rows=RankRows(str(rank)), num_batches_completed=0)
+        self._exchange = RowExchange(call, group.gather)
         self._loss = torch.tensor(0.5)
 
     def __call__(self, numbers: np.ndarray[Any, Any]) -> None:
         self._meters.update({"train_loss": self._loss}, 32)
-        layout, values = self._meters.tally()
-        self._exchange.exchange(layout, values, partial(self._group.add_up_with, numbers))
+        self._exchange.take_rows(self._group.add_up_with(numbers, self._exchange.row_to_send()))
 
 
 WAYS: dict[str, Callable[[np.ndarray[Any, Any]], None]] = {OWN: by_raysgd, "gloo": by_gloo}

@@ -28,7 +28,7 @@ from raysgd.torch.hosting.torch_step import TorchParts
 from raysgd.torch.parallel.copies import TensorCopies
 from raysgd.torch.parallel.undo import Undo
 from raysgd.trainer.worker import training_call
-from raysgd.trainer.worker.training_call import RankRows
+from raysgd.trainer.worker.rank_rows import RankRows
 from tests.helpers.facts import with_facts
 from tests.simulator.program import Program
 from tests.simulator.replica import Run, SimReplica

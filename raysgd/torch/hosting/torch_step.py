@@ -32,8 +32,8 @@ from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.comparison import JointWork
 from raysgd.trainer.worker.operator import is_stock
+from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts, StepRules
-from raysgd.trainer.worker.training_call import RowExchange
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class TorchParts(StepParts):
         if sync.is_told_of_batches:
             sync.open(plan)
         if undo.is_told_of_batches and plan.starts_step:
-            leg.record.note_saved(undo.save(leg.ledger.inside(UNDO)))
+            undo.begin_step(leg.record, leg.ledger.inside(UNDO))
         leg.begin_batch(plan)
 
     def remember_metrics(self) -> Callable[[], None]:
@@ -124,9 +124,7 @@ class TorchParts(StepParts):
         error.args = (f"{error} Smaller batches do not help {where} (samples at once: {self._num_opened}).",)
 
     def can_undo_now(self, error: BaseException, is_alone: bool) -> bool:
-        record = self._sync.leg.record
-        can_undo = (record.saved is not None and record.saved.copied_all) or not record.stepped
-        return can_undo and (is_alone or not self._is_lost(error))
+        return not self._sync.leg.record.has_changed and (is_alone or not self._is_lost(error))
 
     @property
     def can_be_source(self) -> bool:
@@ -145,7 +143,7 @@ class TorchParts(StepParts):
 
     def note_committed(self) -> None:
         record, undo, self._global_step = self._sync.leg.renew_record(), self.undo, self._operator.global_step
-        if record.saved is not None:
+        if record.has_begun:
             undo.forget(record)
             if undo.mode != "never":
                 is_averaged = record.num_all_reduces > 0
@@ -188,14 +186,13 @@ class TorchParts(StepParts):
     def training(self, hosted: Any, call: Any, loop: StepLoop) -> Iterator[None]:
         hosted.has_trained = True
         hosted.leave_evaluation()
-        internals, source, share, gather = self._internals, loop.cursor.source, None, hosted.gather
+        internals, source, gather = self._internals, loop.cursor.source, hosted.gather
         is_divided, may_continue = self._feed.is_divided(loop.cursor), hosted.epoch_obstacle is None
         is_distributed = hosted.world.is_distributed
         # Exchange metrics only if the call can continue after a rank is lost. The remaining ranks then report the lost
         # rank's metrics.
-        if gather is not None and may_continue and is_divided:
-            share = partial(call.share_metrics, RowExchange(hosted.name, gather))
-        leg = self.begin_leg(call.progress.epoch_idx, source, ledger=hosted.ledger, share=share)
+        rows = RowExchange(call, gather) if gather is not None and may_continue and is_divided else None
+        leg = self.begin_leg(call.progress.epoch_idx, source, ledger=hosted.ledger, rows=rows)
         if leg.rules.weighs and is_plain(self._operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
         internals.loss_calls.makes_all = is_plain(self._operator, *_TRAINING_RUNGS)

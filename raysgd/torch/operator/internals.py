@@ -226,8 +226,8 @@ class TorchInternals(Internals):
         undo = Undo(registered.trained, registered.optimizers, others, lambda: callbacks.followers, mode="all")
         undo.open_call()
         record = OpenStep()
-        record.note_saved(undo.save(nullcontext()))
-        if record.saved is None or not record.saved.copied_all:
+        undo.begin_step(record, nullcontext())
+        if not record.copied_all:
             raise ValueError("`Guard(rewind=...)` cannot copy the training state, as the log says: omit `rewind`.")
         return lambda: undo.undo_step(record)
 

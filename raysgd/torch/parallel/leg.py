@@ -44,11 +44,11 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
-from raysgd.core.connections.group import Gather
 from raysgd.core.numbers.meters import as_weight
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
 from raysgd.torch.parallel.undo import FlightRecorder, OpenStep, Undo
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepRules
 
 Run = Callable[[torch.Tensor], None]
@@ -228,7 +228,7 @@ class Leg:
         record: What has happened since the last commit, perhaps between two calls.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
-        share: Function that sends this rank's metrics to the other ranks; None if the ranks exchange no metrics.
+        rows: Encodes this rank's metrics for the other ranks; None if the ranks exchange no metrics.
 
     Attributes:
         rules: What holds for all steps of the leg.
@@ -237,6 +237,7 @@ class Leg:
         record: What has happened since the last commit.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
+        rows: Encodes this rank's metrics for the other ranks, and decodes theirs. None if the ranks exchange none.
         batch: What has happened to the batch that the training code requested last.
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
@@ -258,11 +259,11 @@ class Leg:
         record: OpenStep | None = None,
         flight_recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
-        share: Callable[[Gather | None], None] | None = None,
+        rows: RowExchange | None = None,
     ) -> None:
         self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
-        self.batch, self._share = BatchRecord(), share
-        self.record = OpenStep() if record is None else record
+        self.batch, self.rows = BatchRecord(), rows
+        self.record = record or OpenStep()
         self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = self.has_clipped = False
         self.scale, self.items_per_sample = UNSCALED, 1.0
@@ -321,7 +322,7 @@ class Leg:
 
     def renew_record(self) -> OpenStep:
         """Let a new record begin: the step was committed or undone, or another state was loaded. Return the former."""
-        record, self.record = self.record, OpenStep(self.record.error)
+        record, self.record = self.record, OpenStep()
         return record
 
     def note_all_reduce(self, name: str | None = None) -> None:
@@ -384,24 +385,18 @@ class Leg:
         """Record that gradients were clipped."""
         self.has_clipped = True
 
-    def send_rows(self, gather: Gather | None = None) -> bool:
-        """Exchange metrics (rows) with the other ranks, once per optimizer step and only in the step's last batch.
+    def due_rows(self) -> RowExchange | None:
+        """Return what encodes this rank's metrics (its row), which are due once per optimizer step, in its last batch.
 
-        Called when the last gradients of a backward pass are about to be sent.
-
-        Args:
-            gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
-
-        Returns:
-            True if this call exchanged rows.
+        Called when the last gradients of a backward pass are about to be sent. Return None if no row is due.
         """
-        if self._share is None:
-            return False
         is_first, self.batch.has_shared_metrics = not self.batch.has_shared_metrics, True
-        is_due = is_first and self.plan.sync_gradients
-        if is_due:
-            self._share(gather)
-        return is_due
+        return self.rows if is_first and self.plan.sync_gradients else None
+
+    def send_rows(self) -> None:
+        """If rows are due, exchange them with the other ranks, in a message of their own."""
+        if (rows := self.due_rows()) is not None:
+            rows.take_rows(rows.gather(rows.row_to_send()))
 
     def stepped(self, optimizer: Any) -> None:
         """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""

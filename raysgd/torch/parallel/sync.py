@@ -38,7 +38,7 @@ from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.connections.torch import is_connection_error, mesh_group
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.tensors import all_sum, reachable, repeat_first
-from raysgd.torch.parallel.undo import FlightRecorder, OpenStep
+from raysgd.torch.parallel.undo import FlightRecorder
 from raysgd.trainer.worker.step_loop import StepRules
 
 Pass = AbstractContextManager[Any]  # wraps a backward pass
@@ -77,11 +77,11 @@ class GradientSync:
         self.left_out: list[torch.nn.Module] = []
         self.models: Sequence[torch.nn.Module] = ()
         self.defers = self._checks_connections = self.is_told_of_batches = False
-        self._set_leg(record=OpenStep())
+        self.join_group()
 
     def join_group(self) -> None:
-        """Forget the former worker group, because this process has joined another one."""
-        self._set_leg(record=self.leg.record.in_next_group())
+        """Forget the former worker group and its last step, because this process has joined another one."""
+        self._set_leg()
 
     def _set_leg(self, rules: StepRules | None = None, **options: Any) -> Leg:
         self.waits = self.averages and reachable() is not None
@@ -311,20 +311,17 @@ class DDPSync(GradientSync):
         leg, numbers = self.leg, gradients.numpy()
         items = leg.multiply(gradients, may_send=True)
         own = np.array([] if items is None else [items.own], np.float64).view(np.uint8)
-
-        def add_up(row: Array = _NO_ROW) -> list[Array]:
-            """Sum gradients over the ranks. With them, send this rank's items and metrics (its row)."""
-            if not len(own) + len(row):
-                group.add_up(numbers)
-                return []
-            received = group.add_up_with(numbers, np.concatenate((own, row)))
-            if items is not None:
-                items.learn([each[: len(own)].view(np.float64).item() for each in received])
-            return [each[len(own) :] for each in received]
-
+        rows = leg.due_rows() if is_last else None
         with leg.record.noting_lost_connections(), leg.ledger.exchanging(group):
-            if not (is_last and leg.send_rows(add_up)):
-                add_up()
+            if items is None and rows is None:
+                group.add_up(numbers)
+            else:
+                row = _NO_ROW if rows is None else rows.row_to_send()
+                received = group.add_up_with(numbers, np.concatenate((own, row)))
+                if items is not None:
+                    items.learn([each[: len(own)].view(np.float64).item() for each in received])
+                if rows is not None:
+                    rows.take_rows([each[len(own) :] for each in received])
         if is_last:
             leg.record.note_outcome()
         return completed(gradients.div_(float(group.size) if items is None else items.divisor))

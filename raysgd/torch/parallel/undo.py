@@ -14,7 +14,6 @@ restarts from the snapshot, the last state that the driver has.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import threading
@@ -42,38 +41,20 @@ Mode = Literal["never", "off", "buffers", "learn", "all"]
 _NUM_MARKS = 32  # number of hashes to report, one per recent action; a rank further behind cannot be compared
 
 
-class Saved:
-    """The state from before a step of the optimizer.
+class OpenStep:
+    """A record of what has happened on this rank since the last commit, and the state from before.
 
     Values of tensors are not in this object; `TensorCopies` has copies of them.
-
-    Args:
-        waiting: See the attribute.
-
-    Attributes:
-        waiting: Parameters that already had gradients when the step began, because no optimizer had stepped with these
-            gradients yet.
-        copied_all: True if all state was copied before the batch.
-        has_unknown: True if state that the batch may change cannot be copied.
-        restore: Functions that restore the state: objects, buffers, and the rest of what was copied.
-    """
-
-    def __init__(self, waiting: Sequence[torch.Tensor]) -> None:
-        self.waiting = waiting
-        self.copied_all = self.has_unknown = False
-        self.restore: list[Callable[[], object]] = []
-
-
-class OpenStep:
-    """A record of what has happened on this rank since the last commit.
-
-    Args:
-        error: See the attribute.
 
     Attributes:
         error: The first exception of a lost connection in an all-reduce, even if user code has caught it. None if all
             connections are open, as far as is known.
-        saved: The state from before the step; None if no batch has begun since the last commit.
+        has_begun: True if a batch has begun since the last commit.
+        waiting: Parameters that already had gradients when the step began, because no optimizer had stepped with these
+            gradients yet.
+        copied_all: True if all state was copied before the step.
+        has_unknown: True if state that the step may change cannot be copied.
+        restore: Functions that restore the state: objects, buffers, and the rest of what was copied.
         num_all_reduces: Number of all-reduces of gradients. If the gradients of one backward pass of a model are sent
             in several all-reduces, only the last one counts.
         has_outcome: True if an all-reduce came through, or still runs and will report a lost connection.
@@ -82,17 +63,20 @@ class OpenStep:
             last started to step. None if no optimizer has stepped, or if the number is not needed.
     """
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
-        self.saved: Saved | None = None
-        self.num_all_reduces, self.has_outcome = 0, False
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.has_begun = self.copied_all = self.has_unknown = self.has_outcome = False
+        self.waiting: Sequence[torch.Tensor] = ()
+        self.restore: list[Callable[[], object]] = []
+        self.num_all_reduces = 0
         self.stepped: set[int] = set()
         self.num_collectives: float | None = None
         self._awaited: float | None = None  # number of collectives that had started before the latest `wait`
 
-    def note_saved(self, saved: Saved) -> None:
-        """Record that the first batch of the step begins."""
-        self.saved, self.num_all_reduces = saved, 0
+    @property
+    def has_changed(self) -> bool:
+        """True if an optimizer has started to step, without a copy of all state from before."""
+        return bool(self.stepped) and not self.copied_all
 
     @contextmanager
     def noting_lost_connections(self, is_lost: Callable[[BaseException], bool] = is_connection_error) -> Iterator[None]:
@@ -115,7 +99,7 @@ class OpenStep:
     def note_step(self, optimizer: Any, counts_collectives: bool = False) -> None:
         """Record that an optimizer starts to step."""
         self.stepped.add(id(optimizer))
-        if counts_collectives and self.saved is not None:
+        if counts_collectives and self.has_begun:
             self.num_collectives = _num_collectives()
 
     def wait(self) -> None:
@@ -142,12 +126,6 @@ class OpenStep:
             raise self.error
         if not self.has_outcome and is_group_broken():
             raise DistNetworkError("the connection to another rank ended, and user code went on with the next batch")
-
-    def in_next_group(self) -> OpenStep:
-        """Return the same record for the next worker group, which no connection error of this group concerns."""
-        record = copy.copy(self)
-        record.error = None
-        return record
 
 
 def _num_collectives() -> float:
@@ -321,7 +299,7 @@ class Undo:
         """
         if not self._keeps_gradients:
             return []
-        optimizers = self._not_stepped if record is None or record.saved is None else self._without_step(record)
+        optimizers = self._without_step(record) if record is not None and record.has_begun else self._not_stepped
         return [each for each in parameters_of(optimizers) if each.grad is not None]
 
     def _without_step(self, record: OpenStep) -> list[Any]:
@@ -357,45 +335,46 @@ class Undo:
 
     # ---------------------------------------------------------------------------------------------------- in a batch
 
-    def save(self, copying: AbstractContextManager[None]) -> Saved:
-        """Copy the state that the batch may change, before the batch begins.
+    def begin_step(self, record: OpenStep, copying: AbstractContextManager[None]) -> None:
+        """Copy the state that a step may change, before its first batch begins.
 
         If there is not enough memory, log a warning and call `switch_off`, unless `raises_lack` is True.
 
         Args:
+            record: The step.
             copying: Context in which to copy, such as one that measures the time. Not used if nothing is copied.
         """
         waiting, watched = self.waiting_parameters(), self._watched
-        saved = Saved(waiting)
+        record.has_begun, record.waiting, record.num_all_reduces = True, waiting, 0
         if watched is None:
-            return saved
+            return
         learns = self.mode == "learn"
         copies_all = self.mode == "all" or (learns and watched.is_first) or bool(waiting)
         if not (copies_all or learns or watched.buffers or watched.moving):
             self._copies = TensorCopies()
-            return saved
+            return
         try:
             with copying:
-                self._take(saved, watched, copies_all)
+                self._take(record, watched, copies_all)
         except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if it cannot allocate memory
+            self._copies = TensorCopies()
+            record.copied_all, record.has_unknown, record.restore = False, False, []
             if self.raises_lack and ran_out(error):
-                self._copies = TensorCopies()
+                record.has_begun = False
                 raise
             logger.warning(
                 "not enough memory to copy the state that a batch may change, so this worker stops copying. If a "
                 "worker is lost in the middle of a batch, the call restarts from the snapshot. The error was: %s",
                 error,
             )
-            self._copies, saved = TensorCopies(), Saved(waiting)
             self.switch_off()
-        return saved
 
-    def _take(self, saved: Saved, watched: _Watched, copies_all: bool) -> None:
+    def _take(self, record: OpenStep, watched: _Watched, copies_all: bool) -> None:
         buffers = [(owner, name, kept(owner.get(name))) for owner, name in watched.buffers]
         tensors = [each for _, _, each in buffers if each is not None]
         seen, contents, gradients = {*map(id, watched.parameters)}, list[tuple[Any, Any]](), list[tuple[Any, Any]]()
         if copies_all:
-            gradients = [(parameter, kept(parameter.grad)) for parameter in saved.waiting]
+            gradients = [(parameter, kept(parameter.grad)) for parameter in record.waiting]
             tensors += [each for _, each in gradients if each is not None]
             contents = [(each, vars(each)) for each in (*self._optimizers, *self._others, *self._followers())]
         elif self.mode == "learn":
@@ -405,11 +384,12 @@ class Undo:
             contents = [(each, each.param_groups) for each in self._optimizers]
             contents += [(each, vars(each)) for each in self._others]
         objects = ObjectCopies(seen)
-        saved.restore.append(objects.restore)
+        record.restore.append(objects.restore)
         for owner, content in contents:
             objects.copy(content)
             if objects.unknown is not None:
-                self._note_unknown(saved, owner, objects.unknown)
+                record.has_unknown = True
+                self._warn_of_unknown(owner, objects.unknown)
                 if self.mode == "all":
                     self.switch_off()
                     return
@@ -420,16 +400,15 @@ class Undo:
             parameters = [each for each in parameters if id(each) not in self._unchanging]
         watched.copied = parameters
         self._copies.take_copies([*parameters, *filter(is_writable, tensors)])
-        saved.copied_all = copies_all and not saved.has_unknown
-        saved.restore += [partial(owner.__setitem__, name, value) for owner, name, value in buffers]
-        saved.restore += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
-        if saved.copied_all:
-            saved.restore += [partial(each.requires_grad_, each.requires_grad) for each in watched.parameters]
-            saved.restore.append(partial(rng.restore, rng.capture()))
-        saved.restore.append(self._copies.restore)
+        record.copied_all = copies_all and not record.has_unknown
+        record.restore += [partial(owner.__setitem__, name, value) for owner, name, value in buffers]
+        record.restore += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
+        if record.copied_all:
+            record.restore += [partial(each.requires_grad_, each.requires_grad) for each in watched.parameters]
+            record.restore.append(partial(rng.restore, rng.capture()))
+        record.restore.append(self._copies.restore)
 
-    def _note_unknown(self, saved: Saved, owner: Any, unknown: type) -> None:
-        saved.has_unknown = True
+    def _warn_of_unknown(self, owner: Any, unknown: type) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -449,7 +428,7 @@ class Undo:
         all-reduce.
         """
         watched = self._watched
-        if record.saved is None or watched is None or not self.is_learning:
+        if not record.has_begun or watched is None or self.mode != "learn":
             return
         is_more = not watched.is_first and record.num_all_reduces > watched.num_usual
         if record.stepped or is_more or (watched.is_first and self._copies.differ(watched.copied)):
@@ -491,12 +470,10 @@ class Undo:
         If batches are not repeated, or if no batch has begun since the last boundary, only the optimizers matter. The
         method then returns True if none has stepped.
         """
-        saved, watched = record.saved, self._watched
-        if saved is None or self.mode == "never":
-            return not record.stepped
-        if saved.copied_all:
-            return True
-        if watched is None or saved.has_unknown or record.stepped:
+        watched = self._watched
+        if record.has_changed or record.copied_all or not record.has_begun or self.mode == "never":
+            return not record.has_changed
+        if watched is None or record.has_unknown:
             return False
         if self.mode != "buffers" and record.num_all_reduces - (record.error is not None) >= watched.num_usual:
             return False  # as many all-reduces as usual have succeeded, so user code may have changed weights
@@ -508,14 +485,13 @@ class Undo:
         Gradients that the step has computed are discarded. Gradients from before the step are restored, if no optimizer
         had stepped with them.
         """
-        saved = record.saved
-        if saved is None and self.is_told_of_batches:
+        if self.is_told_of_batches and not record.has_begun:
             return
-        waiting = {*map(id, () if saved is None else saved.waiting)}
+        waiting = {*map(id, record.waiting)}
         for parameter in parameters_of(self._optimizers):
             if id(parameter) not in waiting:
                 parameter.grad = None
-        for restore in () if saved is None else saved.restore:
+        for restore in record.restore:
             restore()
 
 

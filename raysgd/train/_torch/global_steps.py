@@ -331,7 +331,7 @@ class GlobalSteps:
             self._undo.open_call()
         self._digests = None
         self._leg = Leg(undo=self._undo)  # a new one, because a connection that broke in the last batch is gone
-        self._leg.record.note_saved(self._undo.save(nullcontext()))
+        self._undo.begin_step(self._leg.record, nullcontext())
         self._leg.begin_batch(BatchPlan(weight=self._weight))
 
     def close_batch(self, mark: BatchStart) -> str:

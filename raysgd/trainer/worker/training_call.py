@@ -1,36 +1,19 @@
 """`TrainingCall`: one `train` call on one worker, from its first step to its answer.
 
 After workers are lost, the call continues in the surviving workers. Each new call gets a new `TrainingCall`.
-
-The metrics of a lost worker must not be lost with it. So in every step, before the optimizer steps, each rank sends all
-other ranks the metrics that it has measured so far. This message is called the rank's row. It has values, and a layout
-that says what the values mean. A rank sends its layout only when the layout changes, which is rare.
-
-A rank that completes a step has received the rows of all ranks for that step. If a worker is lost, the surviving ranks
-have its metrics from its last row. Ranks also keep the rows of the step before, because they continue from that step if
-the latest step is interrupted.
-
-`RowExchange` sends the rows while one group of workers runs a training call. `RankRows` stores the rows during the
-whole call, in which the group may change. ADR 1 gives the reasons.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-import pickle
-import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from raysgd.core.connections.group import Array, Gather
 from raysgd.core.engine.shared.interface import Capture
 from raysgd.core.engine.shared.types import HeldAtStep, SamplesUsed
 from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
@@ -39,13 +22,11 @@ from raysgd.core.numbers.timing import DRIVER
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.operator import around_batches, is_stock
+from raysgd.trainer.worker.rank_rows import RankRows
 from raysgd.trainer.worker.replica_state import StateCopies
 from raysgd.trainer.worker.step_loop import Batches, StepLoop
 
 logger = logging.getLogger(__name__)
-
-_HEAD = struct.Struct("<I")  # the start of an encoded row: the number of bytes in the row
-_FIRST_CAPACITY = 512
 
 
 class TrainingCall:
@@ -370,17 +351,6 @@ class TrainingCall:
         self.rows.lost.update(state.lost)
         self.rows.keep_lost(state.num_steps, state.others, state.others)
 
-    def share_metrics(self, exchange: RowExchange, gather: Gather | None = None) -> None:
-        """Exchange the sums of this rank's metrics, as they will be after the step, with the other ranks.
-
-        The metrics of the step's batches are in the sums even before the backward pass, as pending values.
-
-        Args:
-            exchange: Sends the row with the sums.
-            gather: See `RowExchange.exchange`.
-        """
-        self.rows.note(self.num_batches_completed, exchange.exchange(*self.meters.tally(), gather))
-
     @property
     def _told(self) -> dict[str, MetricSummary]:
         """The metrics of all ranks as of the last completed step, by rank name."""
@@ -427,116 +397,6 @@ def run_of(kept: Any, call_number: int) -> Any:
         call_number: Number of a training call.
     """
     return kept if kept is not None and kept.call_number == call_number else None
-
-
-class Row(NamedTuple):
-    """The metrics that one rank sends to all other ranks in one step.
-
-    Attributes:
-        layout: Says what the values mean, such as the names of the metrics.
-        numbers: The values.
-    """
-
-    layout: Any
-    numbers: Array
-
-
-class RowExchange:
-    """Sends this rank's row of metrics to all ranks in the group of workers, and receives the rows of the other ranks.
-
-    All ranks must call `exchange` together.
-
-    Args:
-        name: Name of this rank. Unlike its number, the name stays the same in later groups.
-        gather: All-gather function. It takes this rank's array, and returns the arrays of all ranks, which have the
-            same shape.
-    """
-
-    def __init__(self, name: str, gather: Gather) -> None:
-        self.name, self.gather = name, gather
-        self._capacity = _FIRST_CAPACITY
-        self._told: Any = None
-        self._layouts: dict[int, Any] = {}
-
-    def exchange(self, layout: Any, numbers: Sequence[float], gather: Gather | None = None) -> dict[str, Row]:
-        """Send a row to all ranks. Return the rows of all ranks, by rank name.
-
-        Args:
-            layout: The layout of this rank's row.
-            numbers: The values of this rank's row.
-            gather: All-gather function to use instead of the default, for example one that sends other data together
-                with the row. If the rows turn out to be too long for it, they are sent again with the default.
-        """
-        told = None if layout == self._told else (self.name, layout)
-        self._told = layout
-        own = pickle.dumps((told, struct.pack(f"<{len(numbers)}d", *numbers)))
-        own = _HEAD.pack(_HEAD.size + len(own)) + own
-        received = self._gathered(own, gather or self.gather)
-        while (needed := max(_HEAD.unpack_from(row.data)[0] for row in received)) > self._capacity:
-            # All ranks compute the new capacity from the same rows, so it is the same on all ranks.
-            self._capacity = 1 << (needed - 1).bit_length()
-            received = self._gathered(own, self.gather)
-        return dict(map(self._decoded, itertools.count(), received))
-
-    def _gathered(self, row: bytes, gather: Gather) -> list[Array]:
-        room = np.zeros(self._capacity, np.uint8)
-        fitting = row[: self._capacity]
-        room[: len(fitting)] = np.frombuffer(fitting, np.uint8)
-        return gather(room)
-
-    def _decoded(self, rank: int, row: Array) -> tuple[str, Row]:
-        told, numbers = pickle.loads(row[_HEAD.size :].data)
-        if told is not None:
-            self._layouts[rank] = told
-        name, layout = self._layouts[rank]
-        return name, Row(layout, np.frombuffer(numbers, "<f8"))
-
-
-class RankRows:
-    """Stores the last metrics that each rank has sent in a training call, even if the group of workers changes.
-
-    Attributes:
-        name: Name of this rank.
-        lost: The metrics of lost ranks, by rank name, as of the last completed step.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lost: dict[str, Any] = {}
-        self._told: dict[int, Mapping[str, Any]] = {}  # of the last two steps, by the number of steps before each
-
-    def note(self, num_steps: int, rows: Mapping[str, Any]) -> None:
-        """Store the rows that the ranks sent in one step.
-
-        Args:
-            num_steps: Number of steps that were completed before that step.
-            rows: The rows by rank name.
-        """
-        latest = [(before, told) for before, told in self._told.items() if before != num_steps][-1:]
-        self._told = dict([*latest, (num_steps, rows)])
-
-    def forget(self, num_steps: int) -> None:
-        """Discard the rows that the ranks sent after `num_steps` steps were completed."""
-        self._told.pop(num_steps, None)
-
-    def as_of(self, num_steps: int) -> Mapping[str, Any]:
-        """Return the last rows that the ranks sent in the first `num_steps` steps of the call, by rank name.
-
-        Return an empty mapping if no such rows are stored.
-        """
-        return next((rows for before, rows in reversed(self._told.items()) if before < num_steps), {})
-
-    def keep_lost(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:
-        """Keep the last rows of lost ranks, because a new group of workers continues the call.
-
-        Args:
-            num_steps: Number of completed steps.
-            rows: The rows of all ranks after these steps, by rank name.
-            present: Names of the ranks in the new group. Ranks that are not among them are lost.
-        """
-        self._told.clear()
-        self.note(num_steps - 1, rows)
-        self.lost.update({name: row for name, row in rows.items() if name not in present})
 
 
 class Held(BaseException):

@@ -10,6 +10,7 @@ import torch
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.parallel.leg import Accumulation, Leg, Scale
+from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepRules
 from tests.torch.planning import begin_next
 
@@ -74,15 +75,16 @@ def test_where_user_code_weights_batches_only_padding_counts_otherwise() -> None
 
 
 def test_the_first_exchange_of_the_last_batch_of_a_step_is_one_to_tell_others_with() -> None:
-    leg, found = Leg(StepRules(averages=True, accumulate=2), share=lambda gather: None), []
+    rows = RowExchange(None, lambda row: [row])
+    leg, found = Leg(StepRules(averages=True, accumulate=2), rows=rows), []
     for index in range(4):
         begin_next(leg, 4, 8, is_last=index == 3, number=1 + index % 2)
-        found.append([leg.send_rows() for _ in range(3)])
+        found.append([leg.due_rows() for _ in range(3)])
         leg.use()
-    assert found == [[False] * 3, [True, False, False]] * 2
-    leg = Leg(StepRules(averages=True), share=lambda gather: None)
+    assert found == [[None] * 3, [rows, None, None]] * 2
+    leg = Leg(StepRules(averages=True), rows=rows)
     begin_next(leg, 4, 8)
-    assert leg.send_rows()
+    assert leg.due_rows() is rows
 
 
 LOSS = torch.ones((), requires_grad=True)

@@ -32,7 +32,7 @@ class Steps:
         undo.open_call()
 
     def begin(self) -> None:
-        self.leg.record.note_saved(self.undo.save(self.leg.ledger.inside(UNDO)))
+        self.undo.begin_step(self.leg.record, self.leg.ledger.inside(UNDO))
         self.leg.begin_batch(BETWEEN_BATCHES)
 
     def note_step(self, optimizer: Any, *_: Any) -> None:
@@ -50,7 +50,7 @@ class Steps:
         if has_broken:
             self.leg.record.note_lost_connection(OSError("gone"))
         can_undo = self.undo.can_undo(self.leg.record)
-        self.leg.record = self.leg.record.in_next_group()
+        self.leg.record.error = None
         return can_undo
 
 
@@ -117,8 +117,8 @@ class Program(Steps):
 
     @property
     def copied_all(self) -> bool:
-        assert self.leg.record.saved is not None
-        return self.leg.record.saved.copied_all
+        assert self.leg.record.has_begun
+        return self.leg.record.copied_all
 
     def state(self) -> Any:
         """All that is to be as before, in numbers."""

@@ -1,18 +1,20 @@
 """What ranks tell each other in each step; the ranks are threads with real connections.
 
-Covers `raysgd.trainer.worker.training_call`.
+Covers `raysgd.trainer.worker.rank_rows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raysgd.core.connections.group import Group
 from raysgd.core.engine.shared.types import World
-from raysgd.trainer.worker.training_call import RankRows, RowExchange
+from raysgd.trainer.worker.rank_rows import RankRows, RowExchange
 from tests.core.connections.ranks import groups_of
 from tests.core.connections.test_group import on_all
 
@@ -31,10 +33,12 @@ def told(groups: list[Group], steps: list[Any]) -> list[list[dict[str, Any]]]:
     """What each rank has heard in each step; `steps` says what a rank tells in each of them."""
 
     def take_steps(group: Group) -> list[dict[str, Any]]:
-        exchange = RowExchange(f"name of {group.rank}", group.gather)
-        found = []
-        for step in steps:
-            rows = exchange.exchange(*step(group.rank))
+        call: Any = SimpleNamespace(rows=RankRows(f"name of {group.rank}"))
+        exchange, found = RowExchange(call, group.gather), []
+        for number, step in enumerate(steps, start=1):
+            call.meters, call.num_batches_completed = SimpleNamespace(tally=partial(step, group.rank)), number
+            exchange.take_rows(group.gather(exchange.row_to_send()))
+            rows = call.rows.as_of(number + 1)
             found.append({name: (row.layout, row.numbers.tolist()) for name, row in rows.items()})
         return found
 

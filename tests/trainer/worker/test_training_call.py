@@ -24,9 +24,10 @@ from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochAnswer, merged
 from raysgd.trainer.worker.feed import DataCursor
 from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.rank_rows import Row
 from raysgd.trainer.worker.replica_state import StateCopies
 from raysgd.trainer.worker.step_loop import StepLoop, StepParts
-from raysgd.trainer.worker.training_call import Gate, Held, Row, RunState, TrainingCall
+from raysgd.trainer.worker.training_call import Gate, Held, RunState, TrainingCall
 from raysgd.utils import BATCH_COUNT
 from tests.helpers.processes import wait_until
 
