@@ -27,8 +27,8 @@ the sum of gradients is divided by `total / typical`. Elsewhere, the hook waits 
 samples works even if user code runs the backward pass. In a step of several batches, a hook would see only the sum of
 their gradients, so the library weights their losses, and user code must call `self.backward`.
 
-`Leg.run` runs a backward pass by the library. In each backward pass, `Leg.multiply` gets the gradients before they are
-sent. `Leg.complete` makes a sum over several batches the mean.
+`Gradients.backward` multiplies the loss. In each backward pass, `Leg.multiply` gets the gradients before they are sent.
+`Gradients.complete` makes a sum over several batches the mean.
 
 ADR 3 explains why a gradient is weighted by its samples, its labels, or a weight that user code passes.
 """
@@ -36,10 +36,9 @@ ADR 3 explains why a gradient is weighted by its samples, its labels, or a weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,9 +49,6 @@ from raysgd.torch.parallel.undo import FlightRecorder, OpenStep, Undo
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepRules
-
-Run = Callable[[torch.Tensor], None]
-"""Runs the backward pass of a loss."""
 
 
 class BatchRecord:
@@ -84,31 +80,6 @@ class BatchRecord:
         self.skipped: set[int] = set()
         self.items: list[Any] = []
         self.uncounted: Any = False
-
-    def ask_to_step(self) -> None:
-        """Record that user code has called `optimizer_step`."""
-        self.has_asked_to_step = True
-
-    def forget_items(self) -> None:
-        """Let the criterion's calls from now on count for the next metrics of the batch."""
-        self.items = []
-
-
-class Scale(NamedTuple):
-    """How one backward pass is weighted: see the table above.
-
-    Attributes:
-        loss: Factor of the loss; None for 1.
-        gradients: Factor of this rank's gradients before they are sent to the other ranks.
-        items: Items of all ranks, from which the factor of the gradients follows; None if it is known.
-    """
-
-    loss: Any = None
-    gradients: float = 1.0
-    items: Items | None = None
-
-
-UNSCALED = Scale()
 
 
 @dataclass
@@ -177,42 +148,34 @@ class Items:
             together with the gradients.
 
     Attributes:
-        own: Items of this rank's batch.
+        own: See the argument.
         typical: See the argument.
-        sent: Factor of gradients that are sent together with `own`.
         known: Items of all ranks; None if they are not known yet.
     """
 
     def __init__(self, own: Any, typical: float, num_ranks: int, wait: Callable[[], Any]) -> None:
-        self.own, self.sent = own, own / typical
-        self.typical, self._num_ranks, self._wait = typical, num_ranks, wait
+        self.own, self.typical, self._num_ranks, self._wait = own, typical, num_ranks, wait
         self.known: Any = None
 
-    @property
     def total(self) -> Any:
-        """Items of all ranks. Unless they are known, all ranks must read this together: it is a collective."""
+        """Return the items of all ranks. Unless they are known, all ranks must call this together."""
         if self.known is None:
             self.known = self._wait()
         return self.known
 
-    def learn(self, of_ranks: Sequence[float]) -> None:
-        """Add up the items that the ranks sent along with their gradients."""
-        self.known = sum(of_ranks)
-
-    @property
     def divisor(self) -> Any:
-        """Divisor of the sum of the ranks' gradients, each multiplied by its `sent`. 1 if no rank has items."""
-        return self.total / self.typical or 1.0
+        """Return the divisor of the sum of the ranks' gradients, each times `own / typical`. 1 if no rank has items."""
+        return self.total() / self.typical or 1.0
 
     def factor(self) -> Any:
         """Return the factor by which to multiply this rank's gradients before they are averaged over the ranks.
 
         The factor is 0 if no rank has items.
         """
-        share = self.own * self._num_ranks
-        if isinstance(self.total, torch.Tensor):
-            return torch.nan_to_num(share / self.total)
-        return share / self.total if self.total else 0.0
+        share, total = self.own * self._num_ranks, self.total()
+        if isinstance(total, torch.Tensor):
+            return torch.nan_to_num(share / total)
+        return share / total if total else 0.0
 
 
 class Leg:
@@ -242,7 +205,9 @@ class Leg:
         is_used: True if a backward pass was recorded. False if user code computes all gradients without the library's
             methods; gradient accumulation then has no effect.
         has_clipped: True if gradients were clipped in this leg.
-        scale: How the running backward pass is weighted, or one that user code runs by itself.
+        factor: Factor of this rank's gradients in the running backward pass, or one that user code runs by itself,
+            before they are sent to the other ranks. `Items` if it follows from the items of all ranks.
+        is_weighing: True in a backward pass by the library.
         items_per_sample: About how many items a sample had in the latest step in which batches were not weighted by
             their samples. A power of two, so that a gradient has the same bits whatever the steps before it were. The
             same on all ranks.
@@ -266,9 +231,9 @@ class Leg:
         self.record = record or OpenStep()
         self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = self.has_clipped = False
-        self.scale, self.items_per_sample = UNSCALED, 1.0
+        self.factor: float | Items = 1.0
+        self.items_per_sample, self.is_weighing = 1.0, False
         self.accumulation: Accumulation | None = None
-        self._is_weighing = False  # True in a backward pass by the library
         self.num_waiting, self._is_by_samples = 0, True
         self._labels = NO_CALL  # the latest call to a criterion that averages over labels
         # True if a batch was weighted by samples although its loss ignores labels or weights them unequally. A tensor
@@ -300,10 +265,7 @@ class Leg:
         batch = BatchRecord(self.batch.number + 1, rules.has_several or rules.averages)
         self.num_waiting += batch.waits
         self.plan, self.batch = plan, batch
-        if rules.num_shards:
-            self.scale = Scale((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
-        else:
-            self.scale = UNSCALED if rules.has_several or plan.weight == 1.0 else Scale(gradients=plan.weight)
+        self.factor = 1.0 if rules.has_several or rules.num_shards else plan.weight
 
     def end_data(self) -> None:
         """Record that no more batches follow.
@@ -316,9 +278,9 @@ class Leg:
 
     def end_batch(self) -> None:
         """Let backward passes and steps from now on belong to no batch."""
-        self.plan, self.scale = BETWEEN_BATCHES, UNSCALED
+        self.plan, self.factor = BETWEEN_BATCHES, 1.0
         self.batch.waits = self.batch.is_by_samples = self.batch.uncounted = False
-        self.batch.forget_items()
+        self.batch.items = []
 
     def renew_record(self) -> OpenStep:
         """Let a new record begin: the step was committed or undone, or another state was loaded. Return the former."""
@@ -380,10 +342,6 @@ class Leg:
         """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
         added = self.accumulation
         return added is not None if self.rules.has_several else id(optimizer) in self.batch.with_gradients
-
-    def note_clipped(self) -> None:
-        """Record that gradients were clipped."""
-        self.has_clipped = True
 
     def due_rows(self) -> RowExchange | None:
         """Return what encodes this rank's metrics (its row), which are due once per optimizer step, in its last batch.
@@ -484,10 +442,6 @@ class Leg:
             "`deterministic=True`, or use a loss that is the mean over the samples."
         )
 
-    def expect_weight(self) -> None:
-        """Raise in the backward pass unless user code passes a weight, or the loss is the criterion's result."""
-        self.batch.uncounted = True
-
     def check_labels(self) -> None:
         """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
 
@@ -538,53 +492,6 @@ class Leg:
 
     # ------------------------------------------------------------------------------------ backward passes
 
-    def run(
-        self,
-        sync: Any,
-        loss: torch.Tensor,
-        weight: Any,
-        run: Run,
-        parameters: Iterable[torch.Tensor],
-        trained: Iterable[torch.Tensor],
-        is_second: bool,
-    ) -> bool:
-        """Run a backward pass whose weight matters, as the table above says.
-
-        Args:
-            sync: The `GradientSync`, which averages the gradients.
-            loss: Loss of the batch.
-            weight: The batch's weight from user code; None if user code passed no weight.
-            run: Function that runs the backward pass of the weighted loss.
-            parameters: Parameters whose gradients were cleared for this backward pass, or to which the pass adds.
-            trained: All parameters of the operator, whose gradients are 0 if the batch counts 0.
-            is_second: True if `DistributedDataParallel` may not average the gradients, because it already has averaged
-                those of this batch.
-
-        Returns:
-            True if nothing counts, because user code passed the weight 0 on all ranks.
-        """
-        own, items, is_given = self.items_of(loss, weight), None, weight is not None
-        if self.rules.weighs:
-            self.use(by_samples=own is None)
-        if self.rules.has_several:
-            scale = Scale(self.add_up(own, sync.num_ranks, is_of_criterion=not is_given))
-        elif own is None:
-            scale = Scale(self.plan.weight) if is_second else self.scale
-        else:
-            items = Items(own, self.usual_items(sync.num_ranks), sync.num_ranks, sync.start_total(own))
-            scale = Scale(items.factor()) if is_second else Scale(items=items)
-        silence = _silenced(trained) if isinstance(own, float) and not own else nullcontext()
-        usual, self.scale, self._is_weighing = self.scale, scale, True
-        try:
-            with silence, sync.backward_pass(parameters, is_second):
-                run(loss if scale.loss is None else loss * scale.loss)
-        finally:
-            self.scale, self._is_weighing = usual, False
-        total = items.total if items is not None and (is_given or items.known is not None) else None
-        if items is not None and not isinstance(total, torch.Tensor) and total:
-            self._learn_items(total / sync.num_ranks, items.typical)
-        return is_given and items is not None and bool(total == 0.0)
-
     def multiply(self, gradients: torch.Tensor, may_send: bool = False) -> Items | None:
         """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
 
@@ -596,16 +503,17 @@ class Leg:
 
         Returns:
             The items to send along with the gradients; None if the other ranks need none. The caller must divide the
-            sum of the ranks' gradients by their `divisor`.
+            sum of the ranks' gradients by their `divisor()`.
         """
-        if not (self.rules.has_several or self._is_weighing):
+        if not (self.rules.has_several or self.is_weighing):
             self.use()
-        _, factor, items = self.scale
-        sent = None if items is None or not may_send or items.known is not None else items
-        if items is not None:
-            factor = items.factor() if sent is None else sent.sent
-        multiply(gradients, factor)
-        return sent
+        items = self.factor
+        if not isinstance(items, Items):
+            multiply(gradients, items)
+            return None
+        is_sent = may_send and items.known is None
+        multiply(gradients, items.own / items.typical if is_sent else items.factor())
+        return items if is_sent else None
 
     def add_up(self, weight: Any, num_ranks: int, *, is_of_criterion: bool = False, is_skipped: bool = False) -> float:
         """Add the batch to those whose gradients are added up for a step. Return the factor of its loss.
@@ -652,7 +560,7 @@ class Leg:
         """Return how many items a rank's batch is expected to have. The same on all ranks."""
         return (self.plan.total_samples or num_ranks) / num_ranks * self.items_per_sample
 
-    def _learn_items(self, number: float, expected: float) -> None:
+    def learn_items(self, number: float, expected: float) -> None:
         """Remember how many items a rank's batch had in the latest step, unless no item counted.
 
         Args:
@@ -662,54 +570,6 @@ class Leg:
         if number:
             self.items_per_sample *= 2.0 ** round(math.log2(number / expected))
 
-    # ------------------------------------------------------------------------------------ steps of several batches
-
-    def complete(self, sync: Any, parameters: Sequence[torch.Tensor]) -> bool:
-        """Make the gradients, which are sums over the batches of a step, the mean over its samples or other items.
-
-        A second call for the same step does nothing.
-
-        Returns:
-            False if the optimizer must not step, because the total weight is 0. However, if it is 0 because the loss
-            ignores all labels, the gradients are 0, as in a single process.
-        """
-        added = self.accumulation
-        if added is None or added.is_complete:
-            return True
-        self.check_unchanged(parameters)
-        added.is_complete = True
-        if not added.ends_step:
-            sync.average(parameters)
-        total, num_ranks = added.num_samples, sync.num_ranks
-        if added.is_weighted:
-            total = float(sync.start_total(added.own)())
-            self._learn_items(total / num_ranks / added.num_batches, added.typical / self.rules.num_batches)
-        if not total:
-            return added.is_of_criterion
-        if (correction := added.typical * num_ranks / total) != 1.0:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(correction)
-        return True
-
-    def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remember accumulated gradients after a backward pass, to find out whether user code changes them."""
-        if self.accumulation is not None:
-            self.accumulation.seen = _versions(parameters)
-
-    def check_unchanged(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check that user code has not changed accumulated gradients since the latest backward pass.
-
-        Raises:
-            ValueError: It has changed them, for example to clip them.
-        """
-        if self.accumulation is not None and self.accumulation.seen not in (None, _versions(parameters)):
-            raise ValueError(
-                f"`{self.rules.option}`: gradients were changed after `self.backward`, where they are "
-                "not the means over the samples of the step yet. Change them in your own `optimizer_step`, before "
-                "`super().optimizer_step()`, or pass `clip_grad_norm` or `clip_grad_value` to the trainer."
-            )
-
 
 def multiply(gradients: torch.Tensor, factor: Any) -> None:
     """Multiply gradients by a factor, in place. With the factor 0, also set NaNs to 0."""
@@ -717,20 +577,3 @@ def multiply(gradients: torch.Tensor, factor: Any) -> None:
         gradients.mul_(factor)
     elif not factor:
         gradients.zero_()  # the gradients of a batch that does not count may be NaN, which times 0 is NaN
-
-
-def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """Return a context manager that sets gradients to 0. Used for a batch with weight 0, because its loss may be NaN.
-
-    Hooks on the parameters replace the gradients. A hook may get None instead of a gradient: with
-    `find_unused_parameters=True`, `DistributedDataParallel` passes None for outputs that no loss uses.
-    """
-    handles = ExitStack()
-    for tensor in parameters:
-        if tensor.requires_grad:
-            handles.enter_context(tensor.register_hook(lambda each: None if each is None else torch.zeros_like(each)))
-    return handles
-
-
-def _versions(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(id(each.grad), getattr(each.grad, "_version", 0)) for each in parameters if each.grad is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,16 @@ import torch
 
 from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
-from raysgd.torch.parallel.leg import Run
+from raysgd.torch.parallel.leg import Items
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.sync import GradientSync
 from raysgd.trainer.worker.operator import required
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 logger = logging.getLogger(__name__)
+
+Run = Callable[[torch.Tensor], None]
+"""Runs the backward pass of a loss."""
 
 _NOTHING = nullcontext()
 
@@ -160,7 +163,7 @@ class Gradients:
         if not self._clips:
             return
         options = self._options
-        self._sync.leg.note_clipped()
+        self._sync.leg.has_clipped = True
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         if options.clip_grad_norm is not None:
             norm = self._operator.clip_grad_norm(parameters, options.clip_grad_norm)
@@ -317,19 +320,58 @@ class Gradients:
             leg.ledger.end_own_work()
         run = run or partial(self._precision.backward, optimizer=cleared[0])
         if is_weighted:
-            parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
             is_second = had_one and clears and leg.rules.averages and not leg.rules.num_shards
-            trained = self._operator._raysgd.trained_parameters()
-            if leg.run(sync, loss, weight, run, parameters, trained, is_second):
-                self._skip_empty(cleared)
+            self._run_weighted(loss, weight, run, cleared, is_second)
         else:
             run(loss)
-        if clears and leg.rules.has_several:
-            leg.note_gradients(self._precision.parameters(cleared[0]))
+        if clears and leg.accumulation is not None:
+            leg.accumulation.seen = _versions(self._precision.parameters(cleared[0]))
         if sync.waits and leg.plan.sync_gradients:
             leg.record.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
             self._precision.unscale(each)
+
+    def _run_weighted(self, loss: torch.Tensor, weight: Any, run: Run, optimizers: list[Any], is_second: bool) -> None:
+        """Run a backward pass whose weight matters, as the table in `raysgd.torch.parallel.leg` says.
+
+        Args:
+            loss: See `backward`.
+            weight: See `backward`.
+            run: Function that runs the backward pass of the weighted loss.
+            optimizers: Optimizers whose gradients were cleared for this backward pass, or to which the pass adds.
+            is_second: True if `DistributedDataParallel` may not average the gradients, because it already has averaged
+                those of this batch.
+        """
+        sync, leg, rules, plan = self._sync, self._sync.leg, self._sync.leg.rules, self._sync.leg.plan
+        own, items, usual = leg.items_of(loss, weight), None, leg.factor
+        factor: float | Items = 1.0  # of the gradients
+        if rules.weighs:
+            leg.use(by_samples=own is None)
+        if rules.has_several:
+            loss = loss * leg.add_up(own, sync.num_ranks, is_of_criterion=weight is None)
+        elif rules.num_shards:
+            loss = loss * ((plan.num_samples or 0) / plan.total_samples if plan.total_samples else 0.0)
+        elif own is not None:
+            items = Items(own, leg.usual_items(sync.num_ranks), sync.num_ranks, sync.start_total(own))
+            loss, factor = (loss * items.factor(), factor) if is_second else (loss, items)
+        else:
+            loss, factor = (loss * plan.weight, factor) if is_second else (loss, usual)
+        trained = self._operator._raysgd.trained_parameters()
+        parameters = (parameter for each in optimizers for parameter in self._precision.parameters(each))
+        silence = _silenced(trained) if isinstance(own, float) and not own else _NOTHING
+        leg.factor, leg.is_weighing = factor, True
+        try:
+            with silence, sync.backward_pass(parameters, is_second):
+                run(loss)
+        finally:
+            leg.factor, leg.is_weighing = usual, False
+        if items is None or (weight is None and items.known is None):
+            return
+        total = items.total()
+        if not isinstance(total, torch.Tensor):
+            leg.learn_items(total / sync.num_ranks, items.typical)
+        if weight is not None and total == 0.0:
+            self._skip_empty(optimizers)
 
     def _check_waiting(self, optimizer: Any) -> None:
         """Check that a loss can add to the gradients that an optimizer's parameters already have.
@@ -353,14 +395,47 @@ class Gradients:
                 "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "
                 "multiply its loss by 0."
             )
-        leg.check_unchanged(self._precision.parameters(optimizer))
+        self._check_unchanged(optimizer)
+
+    def _check_unchanged(self, optimizer: Any) -> None:
+        """Check that user code has not changed accumulated gradients since the latest backward pass.
+
+        Raises:
+            ValueError: It has changed them, for example to clip them.
+        """
+        added = self._sync.leg.accumulation
+        if added is not None and added.seen not in (None, _versions(self._precision.parameters(optimizer))):
+            raise ValueError(
+                f"`{self._sync.leg.rules.option}`: gradients were changed after `self.backward`, where they are "
+                "not the means over the samples of the step yet. Change them in your own `optimizer_step`, before "
+                "`super().optimizer_step()`, or pass `clip_grad_norm` or `clip_grad_value` to the trainer."
+            )
 
     # ------------------------------------------------------------------------------------ steps
 
-    def _complete(self, optimizer: Any) -> None:
-        """Average the accumulated gradients over all batches of a step. If no batch counts, do not step."""
-        if not self._sync.leg.complete(self._sync, self._precision.parameters(optimizer)):
+    def complete(self, optimizer: Any) -> None:
+        """Make gradients, which are sums over the batches of a step, the mean over its samples or other items.
+
+        A second call for the same step does nothing. If the total weight is 0, the optimizer must not step. However, if
+        it is 0 because the loss ignores all labels, the gradients are 0, as in a single process.
+        """
+        sync, leg, added = self._sync, self._sync.leg, self._sync.leg.accumulation
+        if added is None or added.is_complete:
+            return
+        self._check_unchanged(optimizer)
+        added.is_complete, parameters = True, self._precision.parameters(optimizer)
+        if not added.ends_step:
+            sync.average(parameters)
+        total, num_ranks = added.num_samples, sync.num_ranks
+        if added.is_weighted:
+            total = float(sync.start_total(added.own)())
+            leg.learn_items(total / num_ranks / added.num_batches, added.typical / leg.rules.num_batches)
+        if not total and not added.is_of_criterion:
             self._skip_empty([optimizer])
+        if total and (correction := added.typical * num_ranks / total) != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(correction)
 
     def skip(self, optimizer: Any) -> None:
         """Skip a batch in its step, as user code on a single worker wants."""
@@ -391,9 +466,9 @@ class Gradients:
         """
         leg = self._sync.leg
         if leg.rules.has_several:
-            leg.batch.ask_to_step()
+            leg.batch.has_asked_to_step = True
         for optimizer in self.registered(given) if leg.plan.sync_gradients else ():
-            self._complete(optimizer)
+            self.complete(optimizer)
             self._precision.unscale(optimizer)
         return leg.plan.sync_gradients
 
@@ -406,10 +481,10 @@ class Gradients:
         """
         leg = self._sync.leg
         if leg.rules.has_several:
-            leg.batch.ask_to_step()
+            leg.batch.has_asked_to_step = True
         for each in self.chosen("optimizer_step", optimizer) if leg.plan.sync_gradients else ():
             if leg.rules.has_several:
-                self._complete(each)
+                self.complete(each)
             if id(each) not in leg.batch.skipped:
                 if before is not None:
                     self._precision.unscale(each)
@@ -436,6 +511,23 @@ def step_with(operator: Any, optimizer: Any) -> None:
     """Call the operator's `optimizer_step`, with `optimizer` if the user's override accepts that argument."""
     arguments = (optimizer,) if _takes(operator.optimizer_step, "optimizer") else ()
     operator.optimizer_step(*arguments)
+
+
+def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
+    """Return a context manager that sets gradients to 0. Used for a batch with weight 0, because its loss may be NaN.
+
+    Hooks on the parameters replace the gradients. A hook may get None instead of a gradient: with
+    `find_unused_parameters=True`, `DistributedDataParallel` passes None for outputs that no loss uses.
+    """
+    handles = ExitStack()
+    for tensor in parameters:
+        if tensor.requires_grad:
+            handles.enter_context(tensor.register_hook(lambda each: None if each is None else torch.zeros_like(each)))
+    return handles
+
+
+def _versions(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(id(each.grad), getattr(each.grad, "_version", 0)) for each in parameters if each.grad is not None]
 
 
 def _takes(method: Callable[..., Any], name: str) -> bool:

@@ -417,7 +417,7 @@ class GlobalSteps:
         self._has_exchanged = True
         if bucket.is_last():
             self._leg.note_all_reduce()
-        multiply(gradients, self._leg.scale.gradients)
+        multiply(gradients, self._weight)
         try:
             group = mesh_group() if gradients.device.type == "cpu" and gradients.dtype in _DTYPES else None
             if group is None or not group.is_quick_for(gradients.nbytes):

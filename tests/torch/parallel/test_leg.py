@@ -9,7 +9,7 @@ import torch
 
 from raysgd.core.arrays.division import BatchPlan
 from raysgd.torch.objects.criteria import LossCall
-from raysgd.torch.parallel.leg import Accumulation, Leg, Scale
+from raysgd.torch.parallel.leg import Accumulation, Leg
 from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepRules
 from tests.torch.planning import begin_next
@@ -55,7 +55,7 @@ def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weigh
     leg = joint(1)
     hand_out(leg, 1.5)
     leg.end_data()
-    assert leg.scale == Scale(gradients=1.5)
+    assert leg.factor == 1.5
 
 
 def test_a_replica_by_itself_may_draw_as_it_likes() -> None:
