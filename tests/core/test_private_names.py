@@ -272,8 +272,8 @@ def test_a_step_is_copied_whole_without(name: str, process_group: None, monkeypa
     def take_step() -> bool:
         steps.open_call()
         record = OpenStep()
-        record.note_saved(steps.save(nullcontext()))
-        record.note_step(optimizer, steps.is_learning)
+        steps.begin_step(record, nullcontext())
+        record.note_step(optimizer)
         steps.see_return(record)
         return steps.mode == "all"
 

@@ -65,7 +65,7 @@ class TornBatch:
         self.open_call()
 
     def open_call(self) -> None:
-        self._sync.begin_leg((), may_run_backward=True, undo=self._undo)
+        self._sync.begin_leg((), may_run_backward=True)
         self._undo.open_call()
         self._parts.note_committed()
 

@@ -258,7 +258,6 @@ class TorchParts(StepParts):
             internals.registered.wrapped,
             self._may_run_backward,
             rules=StepRules(self._sync.averages, window, micro_batches, num_shards),
-            undo=self.undo if self.undo.is_told_of_batches else None,
             may_defer=internals.precision.can_defer,
             **options,
         )

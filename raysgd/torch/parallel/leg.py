@@ -45,7 +45,7 @@ import torch
 from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
 from raysgd.core.numbers.meters import as_weight
 from raysgd.torch.objects.criteria import NO_CALL, LossCall
-from raysgd.torch.parallel.undo import FlightRecorder, OpenStep, Undo
+from raysgd.torch.parallel.undo import FlightRecorder, OpenStep
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.rank_rows import RowExchange
 from raysgd.trainer.worker.step_loop import StepRules
@@ -187,7 +187,6 @@ class Leg:
 
     Args:
         rules: What holds for all steps of the leg.
-        undo: Is told of all-reduces and steps. None if no batch is undone.
         record: What has happened since the last commit, perhaps between two calls.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
@@ -196,7 +195,6 @@ class Leg:
     Attributes:
         rules: What holds for all steps of the leg.
         plan: How the batch counts that the training code requested last.
-        undo: Is told of all-reduces and steps. None if no batch is undone.
         record: What has happened since the last commit.
         flight_recorder: Records this rank's actions, to compare them with those of other ranks.
         ledger: Measures the time spent in communication and on copies.
@@ -220,13 +218,12 @@ class Leg:
         self,
         rules: StepRules = StepRules(),
         *,
-        undo: Undo | None = None,
         record: OpenStep | None = None,
         flight_recorder: FlightRecorder | None = None,
         ledger: Ledger | None = None,
         rows: RowExchange | None = None,
     ) -> None:
-        self.rules, self.plan, self.undo = rules, BETWEEN_BATCHES, undo
+        self.rules, self.plan = rules, BETWEEN_BATCHES
         self.batch, self.rows = BatchRecord(), rows
         self.record = record or OpenStep()
         self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
@@ -295,9 +292,7 @@ class Leg:
         """
         if name is not None:
             self.flight_recorder.note(name)
-        self.record.num_all_reduces += 1
-        if self.undo is not None:
-            self.undo.see_all_reduce(self.record)
+        self.record.note_all_reduce()
 
     def skip(self) -> None:
         """Record that user code runs no backward pass for the latest batch. Has no effect if it has already run one.

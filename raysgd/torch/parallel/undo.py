@@ -55,6 +55,7 @@ class OpenStep:
         copied_all: True if all state was copied before the step.
         has_unknown: True if state that the step may change cannot be copied.
         restore: Functions that restore the state: objects, buffers, and the rest of what was copied.
+        learner: The `Undo` if it learns from the step what to copy before later steps; None otherwise.
         num_all_reduces: Number of all-reduces of gradients. If the gradients of one backward pass of a model are sent
             in several all-reduces, only the last one counts.
         has_outcome: True if an all-reduce came through, or still runs and will report a lost connection.
@@ -68,10 +69,17 @@ class OpenStep:
         self.has_begun = self.copied_all = self.has_unknown = self.has_outcome = False
         self.waiting: Sequence[torch.Tensor] = ()
         self.restore: list[Callable[[], object]] = []
+        self.learner: Undo | None = None
         self.num_all_reduces = 0
         self.stepped: set[int] = set()
         self.num_collectives: float | None = None
         self._awaited: float | None = None  # number of collectives that had started before the latest `wait`
+
+    def note_all_reduce(self) -> None:
+        """Record that a model's last gradients are about to be averaged."""
+        self.num_all_reduces += 1
+        if self.learner is not None:
+            self.learner.see_all_reduce(self)
 
     @property
     def has_changed(self) -> bool:
@@ -96,10 +104,10 @@ class OpenStep:
         """Record that an all-reduce came through, or has started and will report a lost connection."""
         self.has_outcome = True
 
-    def note_step(self, optimizer: Any, counts_collectives: bool = False) -> None:
+    def note_step(self, optimizer: Any) -> None:
         """Record that an optimizer starts to step."""
         self.stepped.add(id(optimizer))
-        if counts_collectives and self.has_begun:
+        if self.learner is not None:
             self.num_collectives = _num_collectives()
 
     def wait(self) -> None:
@@ -310,11 +318,6 @@ class Undo:
         """Record that another state was loaded. No optimizer has stepped with the gradients that exist."""
         self._not_stepped = list(self._optimizers)
 
-    @property
-    def is_learning(self) -> bool:
-        """True if what happens in a batch decides what is copied before later batches."""
-        return self._watched is not None and self.mode == "learn"
-
     def switch_off(self) -> None:
         """Stop copying state. From now on, a failure in the middle of a batch restarts the call from the snapshot."""
         self.mode, self._watched = "off", None
@@ -349,6 +352,7 @@ class Undo:
         if watched is None:
             return
         learns = self.mode == "learn"
+        record.learner = self if learns else None
         copies_all = self.mode == "all" or (learns and watched.is_first) or bool(waiting)
         if not (copies_all or learns or watched.buffers or watched.moving):
             self._copies = TensorCopies()
@@ -424,11 +428,10 @@ class Undo:
     def see_all_reduce(self, record: OpenStep) -> None:
         """Look at the step when a model's gradients are about to be all-reduced.
 
-        If it learns, all state is copied before each later batch if this batch may have changed state before the
-        all-reduce.
+        If this batch may have changed state before the all-reduce, all state is copied before each later batch.
         """
         watched = self._watched
-        if not record.has_begun or watched is None or self.mode != "learn":
+        if watched is None:
             return
         is_more = not watched.is_first and record.num_all_reduces > watched.num_usual
         if record.stepped or is_more or (watched.is_first and self._copies.differ(watched.copied)):

@@ -148,7 +148,7 @@ class Gradients:
         leg = self._sync.leg
         if leg.rules.averages:
             leg.flight_recorder.note(f"optimizer {number} stepped")
-        leg.record.note_step(optimizer, leg.undo is not None and leg.undo.is_learning)
+        leg.record.note_step(optimizer)
 
     @property
     def may_miss_clipping(self) -> bool:

@@ -330,7 +330,7 @@ class GlobalSteps:
             self._undo, self._num_parts = Undo(models, self._optimizers, mode=mode), num_parts
             self._undo.open_call()
         self._digests = None
-        self._leg = Leg(undo=self._undo)  # a new one, because a connection that broke in the last batch is gone
+        self._leg = Leg()  # a new one, because a connection that broke in the last batch is gone
         self._undo.begin_step(self._leg.record, nullcontext())
         self._leg.begin_batch(BatchPlan(weight=self._weight))
 
@@ -457,7 +457,7 @@ class GlobalSteps:
         if not self._num_usual or self._num_steps < self._num_usual:
             if self._membership.has_failed:
                 return False
-            self._leg.record.note_step(optimizer, self._undo.is_learning)
+            self._leg.record.note_step(optimizer)
             return True
         if self._num_steps > self._num_usual:
             self._membership.flaw = _NUMBERS_DIFFER

@@ -76,7 +76,7 @@ def parts_of(operator: Plain, undo: bool | None = None, parallel: Strategy | Non
     hooks = Gradients(operator, internals.precision, parallel.sync, StepOptions(), internals.callbacks, Once())
     hooks.watch(internals.registered.optimizers)
     hooks.watch_last()
-    parallel.sync.begin_leg((), may_run_backward=True, undo=made)
+    parallel.sync.begin_leg((), may_run_backward=True)
     made.open_call()
     parts.note_committed()
     return parts

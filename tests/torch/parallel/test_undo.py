@@ -26,7 +26,7 @@ class Steps:
     """The steps of a leg with this `Undo`."""
 
     def __init__(self, undo: Undo, optimizers: Sequence[Any]) -> None:
-        self.undo, self.leg = undo, Leg(undo=undo)
+        self.undo, self.leg = undo, Leg()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self.note_step)
         undo.open_call()
@@ -36,7 +36,7 @@ class Steps:
         self.leg.begin_batch(BETWEEN_BATCHES)
 
     def note_step(self, optimizer: Any, *_: Any) -> None:
-        self.leg.record.note_step(optimizer, self.undo.is_learning)
+        self.leg.record.note_step(optimizer)
 
     def end(self) -> None:
         self.undo.forget(self.leg.record)
