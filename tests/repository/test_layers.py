@@ -138,7 +138,7 @@ INSIDE = {
         "trainer",
     ),
     "trainer.worker": (
-        "feed ledger",
+        "feed ledger rank_rows",
         "replica_state step_loop",
         "worker_callbacks",
         "operator",

@@ -276,7 +276,7 @@ class TorchInternals(Internals):
         if self.logged:
             super().begin_metrics()
         if self.sync.leg.batch.items:
-            self.sync.leg.batch.items = []
+            self.sync.leg.batch.forget_items()
         self.evaluated = []
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class TorchInternals(Internals):
         if weight is None and found != num_samples:
             if len(self.sync.leg.batch.items) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.sync.leg.batch.uncounted = True  # unless the loss is the criterion's return value
+            self.sync.leg.expect_weight()  # unless the loss is the criterion's return value
         size = {NUM_SAMPLES: num_samples}
         return size if weight is None else {**size, BATCH_WEIGHT: weight}
 

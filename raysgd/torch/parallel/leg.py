@@ -36,7 +36,8 @@ ADR 3 explains why a gradient is weighted by its samples, its labels, or a weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,14 @@ class BatchRecord:
         self.skipped: set[int] = set()
         self.items: list[Any] = []
         self.uncounted: Any = False
+
+    def ask_to_step(self) -> None:
+        """Record that user code has called `optimizer_step`."""
+        self.has_asked_to_step = True
+
+    def forget_items(self) -> None:
+        """Let the criterion's calls from now on count for the next metrics of the batch."""
+        self.items = []
 
 
 @dataclass
@@ -130,6 +139,14 @@ class Accumulation:
             self._done += self._kept or self._skipped
             self._kept = self._skipped = 0.0
 
+    def note_gradients(self, versions: list[tuple[int, int]]) -> None:
+        """Remember accumulated gradients after a backward pass, to find out whether user code changes them."""
+        self.seen = versions
+
+    def complete(self) -> None:
+        """Record that the summed gradients are made the step's mean."""
+        self.is_complete = True
+
     @property
     def num_samples(self) -> float:
         """Number of samples of all ranks' batches; 0 if user code skips all of them, or if items count."""
@@ -156,6 +173,10 @@ class Items:
     def __init__(self, own: Any, typical: float, num_ranks: int, wait: Callable[[], Any]) -> None:
         self.own, self.typical, self._num_ranks, self._wait = own, typical, num_ranks, wait
         self.known: Any = None
+
+    def learn(self, of_ranks: Iterable[float]) -> None:
+        """Add up the items that the ranks sent along with their gradients."""
+        self.known = sum(of_ranks)
 
     def total(self) -> Any:
         """Return the items of all ranks. Unless they are known, all ranks must call this together."""
@@ -205,7 +226,6 @@ class Leg:
         has_clipped: True if gradients were clipped in this leg.
         factor: Factor of this rank's gradients in the running backward pass, or one that user code runs by itself,
             before they are sent to the other ranks. `Items` if it follows from the items of all ranks.
-        is_weighing: True in a backward pass by the library.
         items_per_sample: About how many items a sample had in the latest step in which batches were not weighted by
             their samples. A power of two, so that a gradient has the same bits whatever the steps before it were. The
             same on all ranks.
@@ -229,7 +249,7 @@ class Leg:
         self.flight_recorder, self.ledger = flight_recorder or FlightRecorder(), ledger or Ledger()
         self.is_used = self.has_clipped = False
         self.factor: float | Items = 1.0
-        self.items_per_sample, self.is_weighing = 1.0, False
+        self.items_per_sample, self._is_weighing = 1.0, False  # the latter is True in a pass by the library
         self.accumulation: Accumulation | None = None
         self.num_waiting, self._is_by_samples = 0, True
         self._labels = NO_CALL  # the latest call to a criterion that averages over labels
@@ -277,7 +297,7 @@ class Leg:
         """Let backward passes and steps from now on belong to no batch."""
         self.plan, self.factor = BETWEEN_BATCHES, 1.0
         self.batch.waits = self.batch.is_by_samples = self.batch.uncounted = False
-        self.batch.items = []
+        self.batch.forget_items()
 
     def renew_record(self) -> OpenStep:
         """Let a new record begin: the step was committed or undone, or another state was loaded. Return the former."""
@@ -337,6 +357,10 @@ class Leg:
         """Return True if a backward pass of this batch adds to the gradients that the optimizer's parameters have."""
         added = self.accumulation
         return added is not None if self.rules.has_several else id(optimizer) in self.batch.with_gradients
+
+    def note_clipped(self) -> None:
+        """Record that gradients were clipped."""
+        self.has_clipped = True
 
     def due_rows(self) -> RowExchange | None:
         """Return what encodes this rank's metrics (its row), which are due once per optimizer step, in its last batch.
@@ -437,6 +461,10 @@ class Leg:
             "`deterministic=True`, or use a loss that is the mean over the samples."
         )
 
+    def expect_weight(self) -> None:
+        """Raise in the backward pass unless user code passes a weight, or the loss is the criterion's result."""
+        self.batch.uncounted = True
+
     def check_labels(self) -> None:
         """Raise if the batch's loss ignores labels or weights them unequally, and user code passed no weight.
 
@@ -487,6 +515,15 @@ class Leg:
 
     # ------------------------------------------------------------------------------------ backward passes
 
+    @contextmanager
+    def weighing(self, factor: float | Items) -> Iterator[None]:
+        """Let the library run a backward pass in the `with` block, whose gradients are multiplied by a factor."""
+        usual, self.factor, self._is_weighing = self.factor, factor, True
+        try:
+            yield
+        finally:
+            self.factor, self._is_weighing = usual, False
+
     def multiply(self, gradients: torch.Tensor, may_send: bool = False) -> Items | None:
         """Multiply this rank's gradients by their weight, in place, before they are sent to the other ranks.
 
@@ -500,7 +537,7 @@ class Leg:
             The items to send along with the gradients; None if the other ranks need none. The caller must divide the
             sum of the ranks' gradients by their `divisor()`.
         """
-        if not (self.rules.has_several or self.is_weighing):
+        if not (self.rules.has_several or self._is_weighing):
             self.use()
         items = self.factor
         if not isinstance(items, Items):

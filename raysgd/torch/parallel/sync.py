@@ -319,7 +319,7 @@ class DDPSync(GradientSync):
                 row = _NO_ROW if rows is None else rows.row_to_send()
                 received = group.add_up_with(numbers, np.concatenate((own, row)))
                 if items is not None:
-                    items.known = sum(each[: len(own)].view(np.float64).item() for each in received)
+                    items.learn(each[: len(own)].view(np.float64).item() for each in received)
                 if rows is not None:
                     rows.take_rows([each[len(own) :] for each in received])
         if is_last:

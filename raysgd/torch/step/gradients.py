@@ -163,7 +163,7 @@ class Gradients:
         if not self._clips:
             return
         options = self._options
-        self._sync.leg.has_clipped = True
+        self._sync.leg.note_clipped()
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         if options.clip_grad_norm is not None:
             norm = self._operator.clip_grad_norm(parameters, options.clip_grad_norm)
@@ -325,7 +325,7 @@ class Gradients:
         else:
             run(loss)
         if clears and leg.accumulation is not None:
-            leg.accumulation.seen = _versions(self._precision.parameters(cleared[0]))
+            leg.accumulation.note_gradients(_versions(self._precision.parameters(cleared[0])))
         if sync.waits and leg.plan.sync_gradients:
             leg.record.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
@@ -343,7 +343,7 @@ class Gradients:
                 those of this batch.
         """
         sync, leg, rules, plan = self._sync, self._sync.leg, self._sync.leg.rules, self._sync.leg.plan
-        own, items, usual = leg.items_of(loss, weight), None, leg.factor
+        own, items = leg.items_of(loss, weight), None
         factor: float | Items = 1.0  # of the gradients
         if rules.weighs:
             leg.use(by_samples=own is None)
@@ -355,16 +355,12 @@ class Gradients:
             items = Items(own, leg.usual_items(sync.num_ranks), sync.num_ranks, sync.start_total(own))
             loss, factor = (loss * items.factor(), factor) if is_second else (loss, items)
         else:
-            loss, factor = (loss * plan.weight, factor) if is_second else (loss, usual)
+            loss, factor = (loss * plan.weight, factor) if is_second else (loss, leg.factor)
         trained = self._operator._raysgd.trained_parameters()
         parameters = (parameter for each in optimizers for parameter in self._precision.parameters(each))
         silence = _silenced(trained) if isinstance(own, float) and not own else _NOTHING
-        leg.factor, leg.is_weighing = factor, True
-        try:
-            with silence, sync.backward_pass(parameters, is_second):
-                run(loss)
-        finally:
-            leg.factor, leg.is_weighing = usual, False
+        with silence, leg.weighing(factor), sync.backward_pass(parameters, is_second):
+            run(loss)
         if items is None or (weight is None and items.known is None):
             return
         total = items.total()
@@ -423,7 +419,8 @@ class Gradients:
         if added is None or added.is_complete:
             return
         self._check_unchanged(optimizer)
-        added.is_complete, parameters = True, self._precision.parameters(optimizer)
+        added.complete()
+        parameters = self._precision.parameters(optimizer)
         if not added.ends_step:
             sync.average(parameters)
         total, num_ranks = added.num_samples, sync.num_ranks
@@ -466,7 +463,7 @@ class Gradients:
         """
         leg = self._sync.leg
         if leg.rules.has_several:
-            leg.batch.has_asked_to_step = True
+            leg.batch.ask_to_step()
         for optimizer in self.registered(given) if leg.plan.sync_gradients else ():
             self.complete(optimizer)
             self._precision.unscale(optimizer)
@@ -481,7 +478,7 @@ class Gradients:
         """
         leg = self._sync.leg
         if leg.rules.has_several:
-            leg.batch.has_asked_to_step = True
+            leg.batch.ask_to_step()
         for each in self.chosen("optimizer_step", optimizer) if leg.plan.sync_gradients else ():
             if leg.rules.has_several:
                 self.complete(each)
