@@ -27,7 +27,6 @@ EXPLAINED = {
     "platform.Platform.kill_process: `0` -> `1` (2)": _RAY,
     "platform._sigkill: `os.kill(pid, signal.SIGKILL)` -> `pass`": _RAY,
     "snapshots.is_due: `num_calls > _MAX_CALLS` -> `num_calls >= _MAX_CALLS`": "one call of ten thousand less is kept",
-    "startup.StandbyWorkers.kill: `self._check.unwatch([worker])` -> `pass`": "a worker that was ended is ended again after a while",
     "types.Heartbeat: `0` -> `1` (3)": "a snapshot that there is not is asked for once, and no rank has it",
     "types.Rendezvous: `32` -> `33`": "a longer secret is as good",
     "worker.WorkerProcess._prepare: `self._connection.load()` -> `pass`": "what is loaded in advance is else loaded when it is used",

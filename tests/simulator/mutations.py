@@ -531,8 +531,12 @@ def _without_number(real: Any) -> Any:
     return property(lambda self: real.fget(self)._replace(call=0))
 
 
-def _is_ready(self: StandbyWorkers) -> Any:
-    return list(self._ready)
+def _kills_no_lent(self: StandbyWorkers) -> None:
+    self._drop([*self._coming, *self._ready])
+
+
+def _lives(real: Any) -> Any:
+    return lambda self, name, value: real(self, name, value and name != "has_died")
 
 
 def _recalls_unnoticed(real: Any) -> Any:
@@ -643,9 +647,9 @@ MUTATIONS = (
     Mutation("a spare is not told to leave its validation", SimReplica, "leave_call", nothing, (833,)),
     Mutation("a spare that was recalled begins a validation", Loan, "recall", _recalls_unnoticed, (2309,)),
     Mutation("a spare steps in while it validates", Loan, "is_over", always_is(True), (92,)),
-    Mutation("a spare that died while it validated is lent again", Loan, "has_died", always_is(False), (3693,)),
+    Mutation("a spare that died while it validated is lent again", Loan, "__setattr__", _lives, (3693,)),
     Mutation(
-        "spares that validate outlive their group", StandbyWorkers, "_idle", lambda real: property(_is_ready), (11,)
+        "spares that validate outlive their group", StandbyWorkers, "kill_all", lambda real: _kills_no_lent, (11,)
     ),
     Mutation(
         "a validation whose spare is gone is not run again", ElasticController, "run_on_spare", _is_run_once, (11,)

@@ -25,11 +25,10 @@ class WatchedStandby(StandbyWorkers):
     @property
     def processes(self) -> list[Process]:
         self.look_after()
-        workers = [worker for worker, _ in self._coming] + self._idle
-        return [_process_of(worker) for worker in workers]
+        return [_process_of(worker) for worker in (*self._coming, *self._idle)]
 
     def take_ready(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Any:
-        began, has_lent = self._platform.now(), bool(self._loans)
+        began, has_lent = self._platform.now(), any(self._idle.values())
         found: list[RemoteWorker] = super().take_ready(count, timeout_s, on_wait)
         if has_lent and not timeout_s:
             self.invariants.check_recalled(self._platform.now() - began)

@@ -152,11 +152,11 @@ class WorkerGroup:
                 worker.info = info
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
             self.give_ranks([self.workers[index] for index in order])
-            return self._build(self.standby.startup.poll, captures=self._spec.captures_after_calls)
+            return self._build(captures=self._spec.captures_after_calls)
 
-    def _build(self, on_wait: Callable[[], None], *, captures: bool) -> GroupReport:
-        """Connect the ranks, and make each rank build its replica."""
-        args = (self._spec.make_replica, captures)
+    def _build(self, on_wait: Callable[[], None] | None = None, *, captures: bool) -> GroupReport:
+        """Connect the ranks, and make each rank build its replica. By default, kill frozen workers meanwhile."""
+        args, on_wait = (self._spec.make_replica, captures), on_wait or partial(self.standby.startup.poll, self.workers)
         return self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait)
 
     def _connect(
@@ -580,9 +580,8 @@ class WorkerGroup:
             A report with what each replica's `setup` returned, or a report with the failure. After a failure, the group
             cannot run calls until it is formed again.
         """
-        self.standby.startup.watch(joining)
         self._give_places(survivors, joining)
-        return self._build(on_wait or self.standby.startup.poll, captures=captures)
+        return self._build(on_wait, captures=captures)
 
     def _give_places(
         self, survivors: Sequence[int], joining: Sequence[RemoteWorker], places: Sequence[int] = ()

@@ -6,12 +6,14 @@ stay ready. Until the group needs them, they can be lent to calls that run besid
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias
 
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
@@ -24,11 +26,11 @@ from raysgd.core.engine.shared.interface import GroupSpec, SpareReplica, method_
 from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, GroupReport, World
 from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerProcess, notes_of, pack
 from raysgd.core.sending import packed_bytes
+from raysgd.core.text.log_lines import LogRelay
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Gather: TypeAlias = Callable[[Mapping[int, Reference], Callable[[], None]], GroupReport]
 """Waits for the answers to calls. Takes the calls by rank, and a function to call regularly during the wait."""
 
@@ -46,65 +48,51 @@ class StartupCheck:
 
     Args:
         platform: Used to read the workers' answers and to find and kill their processes.
-        heartbeat_s: A worker that does not answer for this many seconds is killed. At least two minutes are allowed,
-            because importing a framework takes time.
+        longest_silence_s: A worker that does not answer for this many seconds is killed.
 
     Attributes:
         lost: Workers that the last `poll` killed or found dead.
     """
 
-    def __init__(self, platform: Platform, heartbeat_s: float) -> None:
-        self._platform, self._now = platform, platform.now
+    def __init__(self, platform: Platform, longest_silence_s: float) -> None:
+        self._platform = platform
         self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
-            max(heartbeat_s, _LOADING_S), lambda worker, call: platform.outcome(-1, call), platform.now
+            longest_silence_s, lambda worker, call: platform.outcome(-1, call), platform.now
         )
-        self._workers: list[RemoteWorker] = []
-        self._next_round = self._now()
+        self._next_round = platform.now()
         self.lost: list[RemoteWorker] = []
 
-    def watch(self, workers: Iterable[LocalWorker | RemoteWorker]) -> None:
-        """Start to check whether these workers answer. The driver itself is not checked."""
-        new = [each for each in workers if not isinstance(each, LocalWorker) and each not in self._workers]
-        self._workers += new
-        self._ask(new)
-
-    def unwatch(self, workers: Iterable[LocalWorker | RemoteWorker]) -> None:
-        """Stop checking workers that have joined a group or were killed."""
-        for each in workers:
-            if each in self._workers and not isinstance(each, LocalWorker):
-                self._workers.remove(each)
-                self._liveness.remove(each)
-
-    def poll(self) -> None:
+    def poll(self, workers: Collection[LocalWorker | RemoteWorker]) -> None:
         """Read the workers' answers, kill silent workers, and start a new round of polls if it is due.
 
-        Call this method regularly.
+        Call this method regularly. The driver itself is not checked.
+
+        Args:
+            workers: The workers to check, which may change from call to call.
         """
-        answers, silent = self._liveness.poll()
-        self.lost = [worker for worker, outcome in answers if outcome.has_died]
+        platform, liveness = self._platform, self._liveness
+        lost = self.lost = []
+        answers, silent = liveness.poll()
         for worker, outcome in answers:
             if isinstance(outcome, Answered):
                 worker.info = outcome.value
+            elif worker in workers:
+                lost.append(worker)
         for worker, _ in silent:
-            if worker.info is not UNKNOWN:
-                self._end(worker)
-                self.lost.append(worker)
             # The worker's process may be new, so its silence counts from now on.
-            elif (info := self._platform.find_process(worker)) is not None:
-                worker.info = info
-        if self._now() >= self._next_round:
-            self._next_round = self._now() + self._liveness.round_s(len(self._workers))
-            self._ask(self._workers)
-
-    def _end(self, worker: RemoteWorker) -> None:
-        pid, address = worker.info.pid, worker.info.node_ip
-        logger.warning("a worker outside any group (process %s on node %s) did not respond; stopping it", pid, address)
-        self.unwatch([worker])
-        worker.kill()
-        self._platform.kill_process(worker.info)
-
-    def _ask(self, workers: list[RemoteWorker]) -> None:
-        self._liveness.ask(workers, lambda worker: worker.submit(WorkerProcess.describe))
+            if worker.info is UNKNOWN:
+                worker.info = platform.find_process(worker) or UNKNOWN
+            elif worker in workers:
+                info = worker.info
+                where = f"process {info.pid} on node {info.node_ip}"
+                logger.warning("a worker outside any group (%s) did not respond; stopping it", where)
+                worker.kill()
+                platform.kill_process(info)
+                lost.append(worker)
+        if platform.now() >= self._next_round:
+            self._next_round = platform.now() + liveness.round_s(len(workers))
+            others = [each for each in workers if not isinstance(each, LocalWorker) and each not in lost]
+            liveness.ask(others, lambda worker: worker.submit(WorkerProcess.describe))
 
 
 @dataclass
@@ -122,23 +110,24 @@ class Loan:
     Args:
         worker: The worker to lend.
         number: Number of the loan. Numbers increase with each loan.
-        platform: Used to wait for the worker's answers and to kill its process.
-        spec: Settings of the worker group. Only `heartbeat_s` and `relay` are used.
+        platform: Used to wait for the worker's answers.
+        relay: Logs what the worker has logged.
+        look_after: Called regularly during the call. Kills the worker if it does not respond.
 
     Attributes:
         is_recalled: True if the group needs the worker. The call must then end.
-        call: Ray's reference to the call that the worker runs, or None if no call was started.
+        call: Ray's reference to the call that the worker runs. None before it starts and once it is over.
+        has_died: True if the worker died during its call.
     """
 
-    def __init__(self, worker: RemoteWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
-        self.worker, self._number, self._platform, self._relay = worker, number, platform, spec.relay
-        self.is_recalled = False
-        self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
-            spec.heartbeat_s, lambda worker, call: platform.outcome(-1, call), platform.now
-        )
+    def __init__(
+        self, worker: RemoteWorker, number: int, platform: Platform, relay: LogRelay, look_after: Callable[[], None]
+    ) -> None:
+        self._worker, self._number, self._platform, self._relay = worker, number, platform, relay
+        self._look_after = look_after
         self._lock = threading.Lock()
         self.call: Reference | None = None
-        self._has_ended = False
+        self.is_recalled = self.has_died = self._has_ended = False
 
     def run_call(
         self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
@@ -160,16 +149,14 @@ class Loan:
                 with self._lock:
                     if self.is_recalled:
                         return None
-                    self.call = self.worker.submit(WorkerProcess.on_packed, *packed)
-                while not self._platform.ready([self.call], _LOAN_ROUND_S):
+                    self.call = call = self._worker.submit(WorkerProcess.on_packed, *packed)
+                while not self._platform.ready([call], _LOAN_ROUND_S):
                     on_wait()
-                    self._liveness.ask([self.worker], lambda worker: worker.submit(WorkerProcess.describe))
-                    if self._liveness.poll()[1]:
-                        self.worker.kill()
-                        self._platform.kill_process(self.worker.info)
-                outcome = self._platform.outcome(-1, self.call)
+                    self._look_after()
+                outcome = self._platform.outcome(-1, call)
         finally:
             self._has_ended = True
+        self.has_died = outcome.has_died
         self._relay.tell({"spare": notes_of(outcome)})
         if isinstance(outcome, Answered):
             return outcome if outcome.value.value is not None else None
@@ -183,18 +170,15 @@ class Loan:
         with self._lock:
             self.is_recalled = True
             if self.call is not None:
-                self.worker.submit(WorkerProcess.beside, method_of(SpareReplica.leave_call), self._number)
+                self._worker.submit(WorkerProcess.beside, method_of(SpareReplica.leave_call), self._number)
 
     @property
     def is_over(self) -> bool:
         """True if the worker's call has ended, or will never start."""
-        is_free = self.call is None or self._platform.outcome(-1, self.call).answered
-        return is_free and (self._has_ended or self.is_recalled)
-
-    @property
-    def has_died(self) -> bool:
-        """True if the worker died during its call."""
-        return self.call is not None and self._platform.outcome(-1, self.call).has_died
+        call = self.call
+        if call is not None and (outcome := self._platform.outcome(-1, call)).answered:
+            self.has_died, self.call = outcome.has_died, None  # frees what the call returned
+        return self.call is None and (self._has_ended or self.is_recalled)
 
 
 class StandbyWorkers:
@@ -210,12 +194,12 @@ class StandbyWorkers:
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
         self._spec, self._slots, self._platform = spec, slots, platform
-        self._check = StartupCheck(platform, spec.heartbeat_s)
-        self.startup = StartupCheck(platform, spec.heartbeat_s)
-        self._coming: list[tuple[RemoteWorker, Reference]] = []
-        self._ready: list[RemoteWorker] = []
-        self._loans: list[Loan] = []
-        self._num_loans = 0
+        starting_s = max(spec.heartbeat_s, _LOADING_S)
+        self.startup, self._check_coming = StartupCheck(platform, starting_s), StartupCheck(platform, starting_s)
+        self._check_idle = StartupCheck(platform, spec.heartbeat_s)
+        self._coming: dict[RemoteWorker, Reference] = {}
+        self._idle: dict[RemoteWorker, Loan | None] = {}  # those that have started, and what they have been lent for
+        self._numbers_of_loans = itertools.count(1)
         self._world_size = 1
         self._is_cancelled = False
         self._polling = threading.Lock()
@@ -249,7 +233,6 @@ class StandbyWorkers:
         for _ in range(len(workers), num_workers):
             worker = platform.new_worker(slots.take_slot(), spec.connection, spec.num_threads)
             workers.append(worker)
-            self.startup.watch([worker])
         self._check_wanted()
 
     def make_ready(
@@ -274,7 +257,8 @@ class StandbyWorkers:
         calls = {index: worker.submit(WorkerProcess.prepare, hook) for index, worker in enumerate(workers)}
         if placed and not self._slots.are_own:
             self._await_placement(placed, timeout_s)
-        report = gather(calls, self.startup.poll)
+        check = partial(self.startup.poll, workers)
+        report = gather(calls, check)
         while not report.ok:
             dead = {outcome.rank for outcome in report.outcomes if outcome.failure is not None}
             if classify(report).kind == "user":
@@ -282,18 +266,16 @@ class StandbyWorkers:
             logger.warning("%s; continuing with the others", words(classify(report)))
             for worker in [workers[index] for index in dead]:
                 assert isinstance(worker, RemoteWorker), "the driver itself cannot die"
-                self.startup.unwatch([worker])
                 self.kill(worker)
             self.replace(len(dead), num_workers)
             calls = {index: call for index, call in calls.items() if index not in dead}
             if len(calls) + self.num_all < min_workers:
                 return report
-            failed, report = report, gather(calls, self.startup.poll)
-        joining = self.take_needed(min_workers - len(calls), num_workers - len(calls), self.startup.poll)
+            failed, report = report, gather(calls, check)
+        joining = self.take_needed(min_workers - len(calls), num_workers - len(calls), check)
         if joining is None:
             self._check_wanted()
             return failed
-        self.startup.watch(joining)
         workers[:] = [*(workers[index] for index in calls), *joining]
         return GroupReport((*report.outcomes, *(Answered(-1, each.info) for each in joining)))
 
@@ -328,7 +310,7 @@ class StandbyWorkers:
     def num_ready(self) -> int:
         """Number of standby workers that are ready to join the group, including workers on loan."""
         self.look_after()
-        return len(self._ready) + len(self._loans)
+        return len(self._idle)
 
     @property
     def num_all(self) -> int:
@@ -350,9 +332,8 @@ class StandbyWorkers:
         for index, slot in enumerate(slots):
             world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
             worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
-            call = worker.submit(WorkerProcess.prepare_standby, self._spec.initialization_hook, world, make_replica)
-            self._coming.append((worker, call))
-            self._check.watch([worker])
+            hook = self._spec.initialization_hook
+            self._coming[worker] = worker.submit(WorkerProcess.prepare_standby, hook, world, make_replica)
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
@@ -382,12 +363,10 @@ class StandbyWorkers:
         self.kill_unresponsive()
         self._recall(count - len(self._ready))
         while len(self._ready) < count and self._coming and self._platform.now() < deadline and not self._is_cancelled:
-            self._platform.any_ready([call for _, call in self._coming], min(_POLL_S, deadline - self._platform.now()))
+            self._platform.any_ready([*self._coming.values()], min(_POLL_S, deadline - self._platform.now()))
             on_wait()
             self.look_after()
-        taken = [each for each in self._ready[:count] if _take_out(self._ready, each)]
-        self._check.unwatch(taken)
-        return taken
+        return [each for each in self._ready[: max(0, count)] if self._take_out(each)]
 
     def take_needed(
         self, count: int, most: int, on_wait: Callable[[], None] | None = None
@@ -416,40 +395,27 @@ class StandbyWorkers:
         """
         with self._polling:  # wait until another thread has finished its check, so that no dead worker is lent
             self._see_to_all()
-        if not self._ready:
+        if not (ready := self._ready):
             return None
-        self._num_loans += 1
-        loan = Loan(self._ready.pop(), self._num_loans, self._platform, self._spec)
-        self._loans.append(loan)
+        number, relay = next(self._numbers_of_loans), self._spec.relay
+        self._idle[ready[-1]] = loan = Loan(ready[-1], number, self._platform, relay, self.look_after)
         return loan
 
     def _recall(self, count: int) -> None:
         """Recall up to `count` workers from their loans. A worker whose call does not stop in time stays on loan."""
-        loans = self._loans[: max(0, count)]
+        lent = [loan for loan in self._idle.copy().values() if loan is not None and not loan.is_over]
+        loans = lent[: max(0, count)]
         for loan in loans:
             loan.recall()
         calls = [loan.call for loan in loans if loan.call is not None]
         if calls:
             await_all(self._platform, calls, self._spec.settle_timeout_s)
-        self._take_back()
-
-    def _take_back(self) -> None:
-        """End the loans whose call is over.
-
-        Mark their workers as ready, or remove workers that died during the call.
-        """
-        for loan in [each for each in self._loans if each.is_over]:
-            if not _take_out(self._loans, loan):
-                continue
-            if loan.has_died:
-                self.kill(loan.worker)
-            else:
-                self._ready.append(loan.worker)
 
     @property
-    def _idle(self) -> list[RemoteWorker]:
-        """Standby workers that are ready or on loan."""
-        return [*self._ready, *(loan.worker for loan in self._loans)]
+    def _ready(self) -> list[RemoteWorker]:
+        """Standby workers that are ready and not on loan."""
+        idle = self._idle.copy().items()
+        return [worker for worker, loan in idle if loan is None or (loan.is_over and not loan.has_died)]
 
     def cancel(self) -> None:
         """Abort all waits for standby workers. Call this from a thread other than the one that waits."""
@@ -457,17 +423,13 @@ class StandbyWorkers:
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
         """Kill standby workers on these nodes, including workers that are still starting."""
-        self._drop([each for each in self._idle if each.info.node_id in node_ids])
-        for each in [*self._coming] if node_ids else ():
-            if self._slots.node_of(each[0].slot) in node_ids and _take_out(self._coming, each):
-                self.kill(each[0])
+        self._drop([each for each in self._idle.copy() if each.info.node_id in node_ids])
+        if node_ids:
+            self._drop([each for each in self._coming.copy() if self._slots.node_of(each.slot) in node_ids])
 
     def kill_all(self) -> None:
         """Kill all standby workers."""
-        coming, self._coming = self._coming, []
-        self._drop(self._idle)
-        for worker, _ in coming:
-            self.kill(worker)
+        self._drop([*self._coming.copy(), *self._idle.copy()])
 
     def look_after(self) -> None:
         """Check which standby workers are ready and which have died or frozen. Call this regularly while workers start.
@@ -482,16 +444,15 @@ class StandbyWorkers:
             self._polling.release()
 
     def _see_to_all(self) -> None:
-        self._check.poll()
-        self._take_back()
-        for each in [*self._ready]:
-            if each in self._check.lost and _take_out(self._ready, each):
-                logger.warning("new worker (process %s) died", each.info.pid)
-                self.kill(each)
+        self._check_coming.poll(self._coming.copy())
+        idle = self._idle.copy()
+        self._drop([worker for worker, loan in idle.items() if loan is not None and loan.is_over and loan.has_died])
+        self._check_idle.poll(idle)
+        self._drop_lost(self._check_idle.lost)
         num_died = 0
-        for worker, call in [*self._coming]:
+        for worker, call in self._coming.copy().items():
             result = self._platform.outcome(-1, call)
-            if not (result.answered and _take_out(self._coming, (worker, call))):
+            if not (result.answered and self._take_out(worker)):
                 continue
             self._spec.relay.tell({"new worker": notes_of(result)})
             if isinstance(result, Failed):
@@ -501,7 +462,7 @@ class StandbyWorkers:
             elif isinstance(result, Answered):
                 worker.info = result.value.value
                 note_processes([worker.info])
-                self._ready.append(worker)
+                self._idle[worker] = None
         if num_died:
             self.replace(num_died, self._world_size)
 
@@ -511,7 +472,7 @@ class StandbyWorkers:
         Call this before you move standby workers to the group. Between the trainer's calls, no other code checks them.
         """
         self.look_after()
-        idle = self._idle
+        idle = [*self._idle.copy()]
         if not idle:
             return
         calls = [each.submit(WorkerProcess.describe) for each in idle]
@@ -519,28 +480,26 @@ class StandbyWorkers:
         answers = [self._platform.outcome(-1, call) for call in calls]
         for worker, answer in zip(idle, answers, strict=True):
             if not answer.ok:
-                logger.warning("new worker (process %s) died", worker.info.pid)
-                self._drop([worker])
+                self._drop_lost([worker])
                 if not answer.answered:
                     self._platform.kill_process(worker.info)  # the process may be suspended (SIGSTOP)
 
-    def _drop(self, idle: Sequence[RemoteWorker]) -> None:
-        for each in idle:
-            lent = [loan for loan in self._loans if loan.worker == each and _take_out(self._loans, loan)]
-            if lent or _take_out(self._ready, each):
-                self.kill(each)
+    def _drop_lost(self, workers: Iterable[RemoteWorker]) -> None:
+        for each in self._drop(workers):
+            logger.warning("new worker (process %s) died", each.info.pid)
+
+    def _drop(self, workers: Iterable[RemoteWorker]) -> list[RemoteWorker]:
+        """Kill workers, and return those that no other thread has taken out before."""
+        dropped = [each for each in workers if self._take_out(each)]
+        for each in dropped:
+            self.kill(each)
+        return dropped
+
+    def _take_out(self, worker: RemoteWorker) -> bool:
+        """Remove a worker from the standby workers. Return False if another thread has already removed it."""
+        return self._coming.pop(worker, None) is not None or self._idle.pop(worker, ...) is not ...
 
     def kill(self, worker: RemoteWorker) -> None:
-        """Kill a worker and free its slot. The worker may be a standby worker or may have been taken out of standby."""
-        self._check.unwatch([worker])
+        """Kill a worker that has been taken out of standby, and free its slot."""
         worker.kill()
         self._slots.give_back(worker.slot)
-
-
-def _take_out(items: list[T], item: T) -> bool:
-    """Remove an item from a list. Return False if another thread has already removed it."""
-    try:
-        items.remove(item)
-    except ValueError:
-        return False
-    return True

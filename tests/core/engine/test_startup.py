@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from raysgd.core.engine.shared.types import (
     WorkerInfo,
 )
 from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
-from raysgd.core.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
+from raysgd.core.engine.worker import WorkerAnswer, WorkerProcess
 from tests.helpers.fakes import FakeClock, fault
 
 
@@ -35,6 +36,7 @@ class Process:
     is_there: bool = True
     is_known: bool = False
     is_stopped: bool = False
+    is_dead: bool = False
     info: WorkerInfo = UNKNOWN
     calls: list[str] = field(default_factory=list)
 
@@ -44,6 +46,7 @@ class Process:
 
     def kill(self) -> None:
         self.calls.append("kill")
+        self.is_dead = True
 
 
 class StartupScene:
@@ -53,7 +56,7 @@ class StartupScene:
         self.clock = FakeClock()
         self.ended: list[int] = []
         self.startup = StartupCheck(cast(Platform, self), heartbeat_s)
-        self.startup.watch(cast(Any, processes))
+        self.processes: list[Any] = [*processes]
 
     def now(self) -> float:
         return self.clock.monotonic()
@@ -62,6 +65,8 @@ class StartupScene:
         self.ended.append(info.pid)
 
     def outcome(self, rank: int, process: Any) -> Outcome:
+        if process.is_dead:
+            return failed("died")
         if process.is_stopped or not process.is_there:
             return Unanswered(rank)
         return Answered(rank, WorkerInfo("node", "10.0.0.1", process.pid))
@@ -72,7 +77,7 @@ class StartupScene:
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds * 10)):
             self.clock.sleep(0.1)
-            self.startup.poll()
+            self.startup.poll(self.processes)
 
 
 def test_whoever_freezes_is_ended_after_the_time_for_a_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
@@ -116,11 +121,6 @@ STORIES: dict[str, tuple[dict[str, Any], float, list[Happening]]] = {
         130.0,
         [(200, False, {}), (129, False, {"is_known": True}), (135, True, {})],  # found, it may still answer
     ),
-    "it loads libraries, and the heartbeat is short": (
-        {},
-        0.5,
-        [(1, False, ANSWERS), (119, False, SILENT), (4, True, SILENT)],
-    ),
 }
 
 
@@ -140,7 +140,7 @@ def test_whoever_is_ready_is_not_looked_after_any_more() -> None:
     ready = Process(1)
     scene = StartupScene(ready)
     scene.pass_time(1)
-    scene.startup.unwatch([cast(RemoteWorker, ready)])
+    scene.processes.clear()
     ready.is_stopped = True
     scene.pass_time(140)
     assert scene.ended == []
@@ -160,8 +160,8 @@ class Spare:
     def take_usable(self, count: int, avoid: frozenset[str]) -> list[Any]:
         return [None] * count
 
-    def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Spare:
-        return self
+    def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Any:
+        return copy(self)
 
     def submit(self, method: Callable[..., Any], *arguments: Any) -> tuple[str, float]:
         return method.__name__, self.now() + (self.late_s if method is WorkerProcess.describe else 0.0)
@@ -197,6 +197,28 @@ def test_a_spare_may_answer_as_late_as_another_worker_that_does_nothing(late_s: 
     assert (spares.num_ready == 1, machine.ended == []) == (is_there, is_there)
 
 
+class Loading(Spare):
+    """A machine on which a worker loads its libraries, in which time it answers nothing."""
+
+    def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
+        return Unanswered(rank)
+
+    def find_process(self, worker: Any) -> Any:
+        return WorkerInfo("node", "10.0.0.1", 7)
+
+
+def test_a_worker_that_loads_libraries_has_two_minutes_where_the_heartbeat_is_short() -> None:
+    machine: Any = Loading(0.0)
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None), heartbeat_s=0.5)
+    standby = StandbyWorkers(spec, machine, machine)
+    standby.start_more(1, world_size=2)
+    for num_ended, seconds in ((0, 239), (2, 10)):  # from the time on at which its process was found
+        for _ in range(seconds):
+            machine.clock.sleep(1.0)
+            standby.look_after()
+        assert len(machine.ended) == num_ended
+
+
 class DyingStarts(Spare):
     """A machine on which so many of the workers that are started one after the other die over it."""
 
@@ -214,9 +236,9 @@ class DyingStarts(Spare):
     def give_back(self, slot: Any) -> None:
         self.num_free += 1
 
-    def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Spare:
+    def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Any:
         self.num_started += 1
-        return self
+        return copy(self)
 
     def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
         if call[0] != "prepare_standby" or self.num_started > self.num_deaths:
@@ -327,9 +349,7 @@ def test_the_slot_of_a_dead_spare_is_free_once_when_two_threads_find_it_dead(los
     assert (losing.standby.num_all, losing.num_given_back) == (0, 1)
 
 
-def test_a_worker_that_gets_ready_while_its_node_is_looked_up_is_left_to_the_next_look(losing: Any) -> None:
-    losing.standby.kill_on(frozenset({"node"}))
-    assert (losing.standby.num_ready, losing.num_given_back) == (1, 0)
+def test_a_worker_that_gets_ready_while_its_node_is_looked_up_is_ended_once(losing: Any) -> None:
     losing.standby.kill_on(frozenset({"node"}))
     assert (losing.standby.num_ready, losing.num_given_back) == (0, 1)
 
@@ -354,29 +374,21 @@ class Scene:
     def __init__(self, found: Outcome | None = None) -> None:
         self.clock, self.found, self.is_silent = FakeClock(), found, False
         self.calls: list[str] = []
-        self.loan = Loan(cast(Any, self), 1, cast(Platform, self), SPEC)
+        self.loan = Loan(cast(Any, self), 1, cast(Platform, self), SPEC.relay, self.look_after)
+
+    def look_after(self) -> None:
+        if self.is_silent:
+            self.found = failed("died")
 
     def submit(self, method: Callable[..., Any], *args: Any) -> str:
         self.calls.append(method.__name__)
         return method.__name__
-
-    def kill(self) -> None:
-        self.calls.append("kill")
-
-    def kill_process(self, info: WorkerInfo) -> None:
-        assert info == INFO
-        self.found = failed("died")
-
-    def now(self) -> float:
-        return self.clock.monotonic()
 
     def ready(self, calls: list[str], timeout_s: float) -> list[str]:
         self.clock.sleep(0.0 if self.found else timeout_s)
         return calls if self.found else []
 
     def outcome(self, rank: int, call: str) -> Outcome:
-        if call == "describe":
-            return Answered(rank, INFO) if not self.is_silent else Unanswered(rank)
         return self.found or Unanswered(rank)
 
     def run(self, on_wait: Any = lambda: None) -> Outcome | None:
@@ -425,12 +437,11 @@ def test_an_error_of_user_code_counts_without_a_recall() -> None:
     assert not scene.loan.has_died
 
 
-def test_a_worker_that_does_not_answer_any_more_is_ended() -> None:
+def test_a_call_ends_with_a_worker_that_was_ended_because_it_did_not_answer() -> None:
     scene = Scene()
-    began, scene.is_silent = scene.now(), True
+    scene.is_silent = True
     assert scene.run() is None
-    assert scene.calls == ["on_packed", "describe", "kill"]
-    assert scene.now() - began == pytest.approx(4.0, abs=1.0)
+    assert scene.calls == ["on_packed"]
     assert scene.loan.has_died
 
 
