@@ -162,8 +162,8 @@ def _give_back_twice(real: Any) -> Any:
 
 def _land(version_of: Callable[[Snapshots], int]) -> Callable[[Any], Any]:
     def make(real: Any) -> Any:
-        def land(self: Snapshots, snapshot: Any, token: int | None, version: int) -> None:
-            real(self, snapshot, token, version_of(self))
+        def land(self: Snapshots, snapshot: Any, token: int | None) -> None:
+            real(self, replace(snapshot, version=version_of(self)), token)
 
         return land
 
@@ -457,7 +457,8 @@ def _covers_one_less_inside(real: Any) -> Any:
         calls = dict(self._calls) if captures[0].progress is not None else {}
         real(self, captures, fetch, is_first=is_first)
         if calls and self._coming is not None:
-            self._coming = replace(self._coming, version=max(calls) - 1)
+            taken = replace(self._coming.snapshot, version=max(calls) - 1)
+            self._coming = replace(self._coming, snapshot=taken)
         elif calls:
             self._calls[max(calls)] = calls[max(calls)]
 

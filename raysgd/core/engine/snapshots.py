@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysgd.core.engine.group import WorkerGroup
@@ -55,12 +55,14 @@ class Snapshot:
         progress: Each rank's progress in the call during which the snapshot was taken. None if it was taken between
             calls.
         reference: Ray's reference to the shared state, if it came through the object store.
+        version: Version of the training state. See `Snapshots`.
     """
 
     shared_state: Any
     rank_states: tuple[Any, ...]
     progress: tuple[Any, ...] | None = None
     reference: Any = None
+    version: int = field(default=0, compare=False)
 
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
         """Return the values that each rank of a new group restores in addition to the shared state.
@@ -87,21 +89,19 @@ class NewestSnapshot:
     """The newest snapshot, which has arrived in the driver or is in transit. Any thread may use it.
 
     Attributes:
-        landed: The snapshot, if it has arrived in the driver.
-        transfer: The transfer of the shared state, if the snapshot is in transit.
+        snapshot: The snapshot. Without its shared state, if that is in transit.
+        transfer: The transfer of the shared state. None if it has arrived in the driver.
         token: Identifies the shared state in the worker that sends it. None if no worker is sending it.
-        rank_states: Each rank's own state, by rank.
-        progress: Each rank's progress in the call during which the snapshot was taken. None if it was taken between
-            calls.
-        version: Version of the training state. See `Snapshots`.
     """
 
-    landed: Snapshot | None = None
+    snapshot: Snapshot
     transfer: Transfer | None = None
     token: int | None = None
-    rank_states: tuple[Any, ...] = ()
-    progress: tuple[Any, ...] | None = None
-    version: int = 0
+
+    @property
+    def landed(self) -> Snapshot | None:
+        """The snapshot, if it has arrived in the driver."""
+        return self.snapshot if self.transfer is None else None
 
     def result(self, timeout_s: float | None = None) -> Snapshot:
         """Wait until the snapshot has arrived in the driver, and return it.
@@ -110,18 +110,16 @@ class NewestSnapshot:
             TimeoutError: The snapshot is still in transit.
             WorkersLostError: The snapshot was lost, for example because the worker that sent it died.
         """
-        if self.landed is not None:
-            return self.landed
-        assert self.transfer is not None, "there was one to wait for"
+        if self.transfer is None:
+            return self.snapshot
         try:
             state = self.transfer.result(timeout_s)
         except (TimeoutError, WorkersLostError):
             raise
         except Exception as error:  # Ray's error if the worker died, or an error that the worker raised
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
-        if isinstance(state, SharedValue):
-            return Snapshot(state.value, self.rank_states, self.progress, state.reference)
-        return Snapshot(state, self.rank_states, self.progress, self.transfer.reference)
+        stored = state if isinstance(state, SharedValue) else SharedValue(state, self.transfer.reference)
+        return replace(self.snapshot, shared_state=stored.value, reference=stored.reference)
 
 
 def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float, num_calls: int) -> bool:
@@ -200,14 +198,6 @@ class SnapshotPace:
         since_s = self._now() - self._taken_at + usual_s
         return is_due(self._every_s, self.copy_s, since_s, sum(uncovered_s) + usual_s, len(uncovered_s) + 1)
 
-    def is_overdue(self, uncovered_s: Sequence[float]) -> bool:
-        """Return True if the state should be copied now, because repeating the last calls would take too long.
-
-        Args:
-            uncovered_s: How long each call since the last snapshot took.
-        """
-        return self._every_s == "auto" and sum(uncovered_s) > _MAX_REPLAY_S
-
     def words(self) -> str:
         """Return a description of how often snapshots are taken, for a trainer's status."""
         if self._every_s is None:
@@ -258,7 +248,7 @@ class Snapshots:
         self.landed_at: float | None = None
         self._coming: NewestSnapshot | None = None
         self._calls: dict[int, tuple[Call, float]] = {}  # by version: a call since `landed`, and how long it took
-        self._version = self._landed_version = 0
+        self._version = 0
         self._unrepeatable = 0  # version of the last change that cannot be repeated
         self._wanted = 0  # version that the workers must copy as soon as possible
         self._is_stale_for_ranks = False
@@ -280,7 +270,7 @@ class Snapshots:
     @property
     def has_gap(self) -> bool:
         """True if the training state has changed since the snapshot `landed` in a way that cannot be repeated."""
-        return self._unrepeatable > self._landed_version
+        return self._unrepeatable > (0 if self.landed is None else self.landed.version)
 
     @property
     def must_follow(self) -> bool:
@@ -289,7 +279,8 @@ class Snapshots:
 
     @property
     def _newest_version(self) -> int:
-        return self._landed_version if self._coming is None else self._coming.version
+        newest = self.landed if self._coming is None else self._coming.snapshot
+        return 0 if newest is None else newest.version
 
     @property
     def uncovered_s(self) -> list[float]:
@@ -350,6 +341,7 @@ class Snapshots:
         If the snapshot is in transit, a restart waits longer for it from now on, because the caller needs it.
         """
         if self._coming is None:
+            assert self.landed is not None, "there is one"
             return NewestSnapshot(self.landed)
         self.is_awaited = True
         return self._coming
@@ -368,7 +360,7 @@ class Snapshots:
         A snapshot taken inside the call then counts as taken after the call. If the snapshot is still in transit, it is
         discarded.
         """
-        if self._coming is not None and self._coming.progress is not None:
+        if self._coming is not None and self._coming.snapshot.progress is not None:
             self._lose_coming()
         if self.landed is not None and not self._calls:
             self.landed = replace(self.landed, progress=None)
@@ -403,16 +395,16 @@ class Snapshots:
         rank_states = tuple(capture.rank_state for capture in captures)
         source = captures[0]
         progress = tuple(capture.progress for capture in captures) if source.progress is not None else None
+        taken = Snapshot(source.shared_state, rank_states, progress, version=version)
         if source.token is None:
-            self._land(Snapshot(source.shared_state, rank_states, progress), None, version)
+            self._land(taken, None)
+            return
+        fetch = method_of(Replica.fetch)
+        if source.is_part:
+            transfer = group.fetch_parts(fetch, [capture.token for capture in captures])
         else:
-            fetch = method_of(Replica.fetch)
-            if source.is_part:
-                transfer = group.fetch_parts(fetch, [capture.token for capture in captures])
-            else:
-                transfer = group.fetch(0, fetch, source.token)
-            self._coming = NewestSnapshot(None, transfer, source.token, rank_states, progress, version)
-            self.is_awaited = False
+            transfer = group.fetch(0, fetch, source.token)
+        self._coming, self.is_awaited = NewestSnapshot(taken, transfer, source.token), False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Wait for the snapshot in transit. If it arrives, store it in `landed`. If it was lost, discard it.
@@ -441,7 +433,7 @@ class Snapshots:
             )
             self._lose_coming()
             return
-        self._land(snapshot, self._coming.token, self._coming.version)
+        self._land(snapshot, self._coming.token)
 
     def drop_incoming(self) -> None:
         """Discard the snapshot in transit and `landed_token`, because the replicas that sent them have ended."""
@@ -452,7 +444,7 @@ class Snapshots:
     def adopt(self, snapshot: Snapshot) -> None:
         """Record that `snapshot` is the newest snapshot. Its state came from the driver, for example from a file."""
         self._is_stale_for_ranks = False
-        self._land(snapshot, self.landed_token, self._version)
+        self._land(replace(snapshot, version=self._version), self.landed_token)
 
     def forget_calls(self) -> None:
         """Discard the retained calls. A restart then continues from the last snapshot without repeating any calls."""
@@ -470,7 +462,7 @@ class Snapshots:
         Called when the workers are about to be reset.
         """
         self.clear()
-        self.landed_token, self._landed_version, self._is_stale_for_ranks = None, self._version, False
+        self.landed_token, self._unrepeatable, self._is_stale_for_ranks = None, 0, False
 
     def _lose_coming(self) -> None:
         """Discard the snapshot in transit.
@@ -487,13 +479,10 @@ class Snapshots:
             self._replaced.append(self.landed)
         self.landed = snapshot
 
-    def _land(self, snapshot: Snapshot, token: int | None, version: int) -> None:
+    def _land(self, snapshot: Snapshot, token: int | None) -> None:
         self._replace_landed(snapshot)
-        self._coming = None
-        self.landed_at = time.monotonic()
-        self.landed_token = token
-        self._landed_version = version
-        self._calls = {since: call for since, call in self._calls.items() if since > version}
+        self._coming, self.landed_at, self.landed_token = None, time.monotonic(), token
+        self._calls = {since: call for since, call in self._calls.items() if since > snapshot.version}
 
     # ------------------------------------------------------------------------------------------- around a call
 
@@ -535,7 +524,7 @@ class Snapshots:
     @property
     def is_overdue(self) -> bool:
         """True if a snapshot is needed now, because repeating the calls since the last snapshot would take too long."""
-        return not self.is_coming and self.pace.is_overdue(self.uncovered_s)
+        return self._spec.snapshot_every_s == "auto" and not self.is_coming and sum(self.uncovered_s) > _MAX_REPLAY_S
 
     def is_known(self, *, has_group: bool) -> bool:
         """Return True if the newest snapshot contains the current training state. No new copy is then needed.
@@ -556,12 +545,11 @@ class Snapshots:
 
         Return the report of the first call that has failed, or of the last call.
         """
-        report = GroupReport(())
-        # Choose copies of the shards on live nodes.
-        if self.landed is not None and isinstance(self.landed.shared_state, DividedValue):
-            parts = self.landed.shared_state.best_on({info.node_id for info in group.infos})
-            self.landed = replace(self.landed, shared_state=parts)
-        if (snapshot := self.landed) is not None:
+        report, snapshot, is_inside = GroupReport(()), self.landed, self.is_inside
+        if snapshot is not None:
+            if isinstance(snapshot.shared_state, DividedValue):  # choose copies of the shards on live nodes
+                parts = snapshot.shared_state.best_on({info.node_id for info in group.infos})
+                snapshot = self.landed = replace(snapshot, shared_state=parts)
             restore = Replica.restore if snapshot.progress is None else RegroupingReplica.restore_inside
             rests, shared = snapshot.for_ranks(len(group)), group.share(snapshot.shared_state)
             args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
@@ -569,7 +557,6 @@ class Snapshots:
                 everyones = group.share([each.for_others() for each in snapshot.progress])
                 args = {rank: (*given, everyones[rank]) for rank, given in args.items()}
             report = group.on_replica(method_of(restore), args, on_wait=on_wait)
-        is_inside = self.is_inside
         if self._calls:
             logger.info("repeating the calls that the last snapshot does not cover: %s", self.restored_from())
         for call in self.calls_since if report.ok else ():
