@@ -1,6 +1,28 @@
 """Collectives on NumPy arrays over a mesh (sockets between all pairs of ranks).
 
 For small arrays, these collectives are ten times faster than gloo's.
+
+Sums are bitwise identical on all ranks, because each part of a sum is either computed by one rank and sent to the
+others, or computed by all ranks in the same order.
+
+The algorithm depends on the number of ranks, their nodes, and the array's size. These are the same on all ranks, so all
+ranks choose the same algorithm:
+
+=================  ====================================  ==================================================
+ranks              up to `MAX_WHOLE_BYTES`               larger
+=================  ====================================  ==================================================
+up to `MOST`       each rank sends its array to all      reduce-scatter, then all-gather
+more               reduce up a tree, then broadcast      below `LEAST_PART_BYTES` per rank: reduce up a
+                                                         tree, then broadcast; otherwise: reduce-scatter,
+                                                         then all-gather
+on several nodes   reduce on each node, all-reduce       reduce-scatter on each node, all-reduce each part
+                   among the nodes' first ranks, then    between nodes, then all-gather on each node
+                   broadcast on each node
+=================  ====================================  ==================================================
+
+The last row applies if there are several nodes and any node has several ranks. Each of its sums over a few of the ranks
+uses the algorithm that the first two rows list for this number of ranks. As an exception, up to `MOST` ranks on several
+nodes also send small arrays directly to all. ADR 35 explains the choices.
 """
 
 from __future__ import annotations
@@ -9,23 +31,32 @@ import itertools
 import math
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from raysgd.core.connections.mesh.board import others
 from raysgd.core.connections.mesh.meeting import has_names
-from raysgd.core.connections.mesh.mesh import Bytes, Mesh
-from raysgd.core.connections.mesh.sums import MOST, PIECE_BYTES, Chain, Nodes, RankSums, as_bytes, doubled
+from raysgd.core.connections.mesh.mesh import Bytes, Mesh, Message
+from raysgd.core.connections.mesh.routes import PIECE_BYTES, Chain, Nodes, doubled, tree
 from raysgd.core.engine.shared.types import LOOPBACK, World
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Gather = Callable[[Array], list[Array]]
 """An all-gather: takes this rank's array, and returns the arrays of all ranks, which have the same shape."""
 
 _SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # types of collectives
+MOST = 8
+"""Maximum number of ranks for which no sum uses a tree. Among more ranks, small arrays are summed up a tree."""
+
+MAX_WHOLE_BYTES = 64 * 1024
+"""Maximum size in bytes of an array that each rank sends whole to the other ranks, instead of in parts."""
+
+LEAST_PART_BYTES = 8 * 1024
+"""Part size in bytes above which a sum's time depends more on the amount of data than on the number of messages."""
+
 _QUICK_BYTES_OF_MANY = 8 * 2**20
 """Largest array for which a sum over more than `MOST` ranks is faster than gloo's.
 
@@ -34,6 +65,7 @@ With up to `MOST` ranks, sums of any size are faster, as measured by `examples/b
 
 _QUICK_BYTES_AT_PORTS = 2**20
 """Largest array for which a sum is faster than gloo's if more than two ranks are on one node without Unix sockets."""
+_NO_ROWS: Mapping[int, Array] = {}
 
 
 class Group:
@@ -50,9 +82,9 @@ class Group:
     def __init__(self, world: World, mesh: Mesh | None = None, hosts: Sequence[str] = ()) -> None:
         self.rank, self.size = world.rank, world.size
         self._mesh = mesh or Mesh({}, math.inf)
-        self._others = sorted(others(world.rank, world.size))
+        self._all, self._others = range(world.size), sorted(others(world.rank, world.size))
         self._nodes = Nodes(tuple(hosts) or (LOOPBACK,) * world.size)
-        self._adding = RankSums(world.rank, self._mesh, self._nodes)
+        self._beside = self._nodes.beside(world.rank)
         self._scratch = np.empty(0, np.uint8)
         self._sums: Array = np.empty(0)
 
@@ -63,9 +95,14 @@ class Group:
 
     def add_up(self, numbers: Array) -> None:
         """Sum `numbers` over all ranks, in place."""
-        if self.size > 1:
-            flat = _flat(numbers)
-            self._adding.add_up(flat, _kind(_SUM, flat))
+        flat = _flat(numbers)
+        kind, is_small = _kind(_SUM, flat), flat.nbytes <= MAX_WHOLE_BYTES
+        if not self._nodes.are_shared or (is_small and self.size <= MOST):
+            self._among(self._all, flat, kind, is_small)
+        elif is_small:
+            self._by_leaders(flat, kind)
+        else:
+            self._by_columns(flat, kind)
 
     def add_up_with(self, numbers: Array, row: Array) -> list[Array]:
         """Sum `numbers` over all ranks, in place, and gather every rank's row, in the same messages if possible.
@@ -78,11 +115,15 @@ class Group:
             Every rank's row, in rank order.
         """
         flat = _flat(numbers)
-        if self.size > 1 and self._adding.can_carry(flat):
-            return self._adding.add_up_with(flat, row, _kind(_SUM_AND_ROW, flat))
-        rows = self.gather(row)
+        is_small = flat.nbytes <= MAX_WHOLE_BYTES
+        if 1 < self.size <= MOST and (is_small or not self._nodes.are_shared):
+            rows = {rank: row if rank == self.rank else np.empty_like(row) for rank in self._all}
+            way = self._whole if is_small else self._in_parts
+            way(self._all, flat, _kind(_SUM_AND_ROW, flat), rows)
+            return list(rows.values())
+        gathered = self.gather(row)
         self.add_up(numbers)
-        return rows
+        return gathered
 
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
         """Return the sum of all ranks' rows, added in rank order and, for each rank, in row order.
@@ -96,42 +137,22 @@ class Group:
         Returns:
             The sum, in a buffer that the next call overwrites.
         """
-        width = rows.shape[1]
-        bounds = [width * rank // self.size for rank in range(self.size + 1)]
-        parts = [np.ascontiguousarray(rows[:, start:stop]) for start, stop in itertools.pairwise(bounds)]
-        own = bounds[self.rank + 1] - bounds[self.rank]
-        received = self._buffers_for_rows(rows.dtype, counts, own)
+        parts = [np.ascontiguousarray(part.T) for part in _divided(rows.T, self.size)]
+        width = parts[self.rank].shape[1]
+        received = self._room({rank: counts[rank] * width for rank in self._others if counts[rank]}, rows.dtype)
         outgoing = {rank: as_bytes(_flat(parts[rank])) for rank in self._others if counts[self.rank]}
-        buffers = {rank: as_bytes(_flat(buffer)) for rank, buffer in received.items()}
-        self._mesh.swap(outgoing, buffers, _kind(_SUM, rows))
-        received[self.rank] = parts[self.rank]
-        if self._sums.shape != (width,) or self._sums.dtype != rows.dtype:
-            self._sums = np.empty(width, rows.dtype)
-        sums = self._sums
-        target = sums[bounds[self.rank] : bounds[self.rank + 1]]
-        terms = [row for rank in sorted(received) for row in received[rank]]
-        target[:] = terms[0]
+        self._mesh.swap(outgoing, _views(received), _kind(_SUM, rows))
+        terms_of = {rank: buffer.reshape(counts[rank], width) for rank, buffer in received.items()}
+        terms_of[self.rank] = parts[self.rank]
+        if self._sums.shape != rows.shape[1:] or self._sums.dtype != rows.dtype:
+            self._sums = np.empty(rows.shape[1], rows.dtype)
+        sums = _divided(self._sums, self.size)
+        terms = [row for rank in sorted(terms_of) for row in terms_of[rank]]
+        sums[self.rank][:] = terms[0]
         for term in terms[1:]:
-            np.add(target, term, out=target)
-        places = {rank: as_bytes(sums[bounds[rank] : bounds[rank + 1]]) for rank in self._others}
-        self._mesh.swap(dict.fromkeys(self._others, as_bytes(target)), places, _kind(_ALL, rows))
-        return sums
-
-    def _buffers_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
-        """Return a buffer for each other rank that has rows, to receive `width` columns of that rank's rows.
-
-        Later calls reuse the memory.
-        """
-        num_rows = sum(counts) - counts[self.rank]
-        if len(self._scratch) < num_rows * width * dtype.itemsize:
-            self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
-        free = self._scratch[: num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
-        buffers, start = {}, 0  # `np.split` takes 25 times as long
-        for rank in self._others:
-            if counts[rank]:
-                buffers[rank] = free[start : start + counts[rank]]
-                start += counts[rank]
-        return buffers
+            np.add(sums[self.rank], term, out=sums[self.rank])
+        self._distribute(self._all, self._all, sums, _kind(_ALL, rows))
+        return self._sums
 
     def is_quick_for(self, num_bytes: int) -> bool:
         """Return True if this class sums an array of this size at least as fast as gloo.
@@ -149,9 +170,8 @@ class Group:
         own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy turns 0-d arrays into 1-d; undo that
         if self.size > MOST:
             return self._gathered_in_rounds(own)
-        received = [own if rank == self.rank else np.empty_like(own) for rank in range(self.size)]
-        buffers = {rank: as_bytes(_flat(received[rank])) for rank in self._others}
-        self._mesh.swap(dict.fromkeys(self._others, as_bytes(_flat(own))), buffers, _kind(_ALL, own))
+        received = [own if rank == self.rank else np.empty_like(own) for rank in self._all]
+        self._distribute(self._all, self._all, [_flat(each) for each in received], _kind(_ALL, own))
         return received
 
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
@@ -191,8 +211,11 @@ class Group:
         if flat.nbytes > PIECE_BYTES:
             first, *others = self._nodes.in_order
             Chain(partial(self._mesh.swap, kind=kind), self.rank, first, others).pass_on(as_bytes(flat))
-        else:
-            self._adding.tell(flat, kind)
+            return
+        # Each rank sends few messages, and the array is sent to each node only once.
+        if self.rank in self._nodes.leaders:
+            self._spread(self._nodes.leaders, flat, kind)
+        self._spread(self._beside, flat, kind)
 
     def send(self, value: Any, takers: Sequence[int]) -> None:
         """Send a picklable value to the ranks `takers`. They must all call `receive` at the same time."""
@@ -226,6 +249,183 @@ class Group:
 
     def _chain(self, source: int, takers: Sequence[int]) -> Chain:
         return Chain(partial(self._mesh.swap, kind=_VALUE), self.rank, source, takers)
+
+    # ------------------------------------------------------------------------------------ several nodes
+
+    def _by_leaders(self, flat: Array, kind: int) -> None:
+        """Sum an array within each node, then across the first ranks of the nodes.
+
+        The first rank of each node then broadcasts the sum within its node.
+        """
+        beside = self._beside
+        self._among(beside, flat, kind, is_small=True)
+        if self.rank == beside[0]:
+            self._among(self._nodes.leaders, flat, kind, is_small=True)
+        self._spread(beside, flat, kind)
+
+    def _by_columns(self, flat: Array, kind: int) -> None:
+        """Reduce-scatter an array on each node, all-reduce each part between nodes, then all-gather on each node.
+
+        Each node sends about twice the array's bytes to other nodes, no matter how many ranks it has. This is no more
+        than in a ring over all ranks.
+        """
+        beside, columns = self._beside, self._nodes.columns
+        parts, owners = _divided(flat, len(columns)), beside[: len(columns)]
+        self._collect(beside, owners, parts, kind)
+        if self.rank in owners:
+            own = owners.index(self.rank)
+            self._among(columns[own], parts[own], kind, is_small=False)
+        self._distribute(beside, owners, parts, kind)
+
+    # ------------------------------------------------------------------------------------ some ranks
+
+    def _among(self, ranks: Sequence[int], flat: Array, kind: int, is_small: bool) -> None:
+        """Sum an array over some ranks, in place. All of these ranks must call this method at the same time.
+
+        Args:
+            ranks: The ranks that take part in the sum.
+            flat: One-dimensional array.
+            kind: Identifies the type of collective, see `Mesh.swap`.
+            is_small: True to send the whole array, False to send it in parts if that is faster. Sending the whole array
+                takes fewer messages, but some ranks send more bytes.
+        """
+        if len(ranks) == 1:
+            return
+        if len(ranks) <= MOST:
+            way = self._whole if is_small else self._in_parts
+            way(ranks, flat, kind)
+        elif is_small or flat.nbytes < LEAST_PART_BYTES * len(ranks):
+            self._by_tree(ranks, flat, kind)
+        else:
+            self._in_parts(ranks, flat, kind)
+
+    def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
+        """Send the whole array from every rank to every other, then sum locally.
+
+        This algorithm needs only one round of messages. For small arrays, the number of rounds determines the time.
+        With `rows`, each rank also sends its own row, and receives the other ranks' rows into `rows`.
+        """
+        others = self._without_self(ranks)
+        received = self._room(dict.fromkeys(others, len(flat)), flat.dtype)
+        self._mesh.swap(dict.fromkeys(others, self._with_own(flat, rows)), _views(received, rows), kind)
+        _add_in_order({**received, self.rank: flat}, flat)
+
+    def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
+        """Sum an array over `ranks`: reduce-scatter, then all-gather.
+
+        Each rank sends about twice the array's bytes, for any number of ranks.
+        """
+        parts = _divided(flat, len(ranks))
+        self._collect(ranks, ranks, parts, kind, rows)
+        self._distribute(ranks, ranks, parts, kind)
+
+    def _collect(
+        self,
+        ranks: Sequence[int],
+        owners: Sequence[int],
+        parts: Sequence[Array],
+        kind: int,
+        rows: Mapping[int, Array] = _NO_ROWS,
+    ) -> None:
+        """Reduce-scatter: each rank in `owners` receives its part of the array from all `ranks` and sums it.
+
+        The `rows` are sent along as in `_whole`. This requires that all ranks are owners.
+        """
+        of_others = {owner: part for owner, part in zip(owners, parts, strict=True) if owner != self.rank}
+        outgoing = {owner: self._with_own(part, rows) for owner, part in of_others.items()}
+        if self.rank not in owners:
+            self._mesh.swap(outgoing, {}, kind)
+            return
+        own = parts[owners.index(self.rank)]
+        received = self._room(dict.fromkeys(self._without_self(ranks), len(own)), own.dtype)
+        self._mesh.swap(outgoing, _views(received, rows), kind)
+        if received:
+            _add_in_order({**received, self.rank: own}, own)
+
+    def _distribute(self, ranks: Sequence[int], owners: Sequence[int], parts: Sequence[Array], kind: int) -> None:
+        """All-gather: each rank in `owners` sends its summed part of the array to all `ranks`."""
+        incoming = {owner: as_bytes(part) for owner, part in zip(owners, parts, strict=True) if owner != self.rank}
+        outgoing = {}
+        if self.rank in owners:
+            outgoing = dict.fromkeys(self._without_self(ranks), as_bytes(parts[owners.index(self.rank)]))
+        self._mesh.swap(outgoing, incoming, kind)
+
+    def _by_tree(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """Sum an array up a tree of ranks to the first rank, then broadcast the sum down the tree.
+
+        This algorithm takes few messages per rank.
+        """
+        above, below = tree(ranks, self.rank)
+        if below:
+            received = self._room(dict.fromkeys(below, len(flat)), flat.dtype)
+            self._mesh.swap({}, _views(received), kind)
+            _add_in_order({**received, self.rank: flat}, flat)
+        if above is not None:
+            self._mesh.swap({above: as_bytes(flat)}, {}, kind)
+        self._spread(ranks, flat, kind)
+
+    def _spread(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """Broadcast an array from the first of `ranks` to the rest of `ranks`, in place."""
+        above, passed_on = tree(ranks, self.rank)
+        if above is not None:
+            self._mesh.swap({}, {above: as_bytes(flat)}, kind)
+        if passed_on:
+            self._mesh.swap(dict.fromkeys(passed_on, as_bytes(flat)), {}, kind)
+
+    # ------------------------------------------------------------------------------------ buffers
+
+    def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
+        """Return the array as a message. If there are rows, append this rank's row to the message."""
+        return (as_bytes(flat), as_bytes(rows[self.rank])) if rows else as_bytes(flat)
+
+    def _without_self(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self.rank]
+
+    def _room(self, lengths: Mapping[int, int], dtype: np.dtype[Any]) -> dict[int, Array]:
+        """Return a receive buffer for that many numbers of each rank.
+
+        Later calls reuse the memory, because allocating it takes as long as a sum.
+        """
+        num_bytes = sum(lengths.values()) * dtype.itemsize
+        if len(self._scratch) < num_bytes:
+            self._scratch = np.empty(num_bytes, np.uint8)
+        free, buffers, start = self._scratch[:num_bytes].view(dtype), {}, 0  # `np.split` takes 25 times as long
+        for rank, length in lengths.items():
+            buffers[rank] = free[start : start + length]
+            start += length
+        return buffers
+
+
+def as_bytes(row: Array) -> memoryview:
+    """Return a view of the array as bytes. Cast in NumPy, because `memoryview` does not support all dtypes."""
+    return row.view(np.uint8).data
+
+
+def _views(arrays: Mapping[int, Array], rows: Mapping[int, Array] = _NO_ROWS) -> dict[int, Message]:
+    if rows:
+        return {rank: (as_bytes(array), as_bytes(rows[rank])) for rank, array in arrays.items()}
+    return {rank: as_bytes(array) for rank, array in arrays.items()}
+
+
+def _divided(flat: Array, num_parts: int) -> list[Array]:
+    bounds = [len(flat) * index // num_parts for index in range(num_parts + 1)]
+    return [flat[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
+    """Sum arrays in rank order into `target`.
+
+    Args:
+        terms: The arrays to sum, by rank.
+        target: The array to hold the sum. It must be one of the terms.
+    """
+    first, second, *more = (terms[rank] for rank in sorted(terms))
+    total = target if not more or target is first or target is second else first
+    np.add(first, second, out=total)
+    for term in more:
+        np.add(total, term, out=total)
+    if total is not target:
+        target[:] = total
 
 
 class EarlyVotes:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from raysgd.core.connections.group import Array
 from raysgd.core.connections.mesh.mesh import Bytes
-from raysgd.core.connections.mesh.sums import Chain, ChainTransfer
+from raysgd.core.connections.mesh.routes import Chain, ChainTransfer
 from raysgd.core.connections.torch import board_of_group, mesh_group, wait_for_collectives
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 

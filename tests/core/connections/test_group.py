@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from raysgd.core.arrays.division import even_counts
-from raysgd.core.connections.group import EarlyVotes, Group
+from raysgd.core.connections.group import MOST, EarlyVotes, Group
 from raysgd.core.connections.mesh.mesh import MeshBroken
-from raysgd.core.connections.mesh.sums import MOST
 from raysgd.core.engine.shared.types import LOOPBACK, World
 from tests.core.connections.ranks import groups_of
 

@@ -15,16 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core.connections.group import Group
+from raysgd.core.connections.group import LEAST_PART_BYTES, MAX_WHOLE_BYTES, MOST, Group
 from raysgd.core.connections.mesh.mesh import Bytes, Mesh, MeshBroken
-from raysgd.core.connections.mesh.sums import (
-    LEAST_PART_BYTES,
-    MAX_WHOLE_BYTES,
-    MOST,
-    Chain,
-    Nodes,
-    tree,
-)
+from raysgd.core.connections.mesh.routes import Chain, Nodes, tree
 from raysgd.core.engine.shared.types import World
 from tests.core.connections.ranks import meshes_of, on_all
 
