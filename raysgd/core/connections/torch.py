@@ -27,7 +27,7 @@ from raysgd.core.connections._gloo import DelayedCalls, GlooConnections, as_writ
 from raysgd.core.connections._origins import is_of, with_causes
 from raysgd.core.connections.group import Group
 from raysgd.core.connections.mesh.board import Board, neighbors, others
-from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, ListeningConnection, listen_at
+from raysgd.core.connections.mesh.meeting import ConnectFailed, ListeningConnection, listen_at
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
 from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.core.memory import keep_freed_memory
@@ -135,8 +135,7 @@ class TorchConnection(ListeningConnection):
                 "down."
             )
         self._choose_interface(rendezvous)
-        deadline = self._deadline()
-        self._store = store = self._connect(rendezvous, world, deadline)
+        self._store = store = self._connect(rendezvous, world)
         self._has_joined, self._is_cut = True, False
         # The timeout of collectives. It must be set here, because gloo cannot change it after the group has formed.
         timeout = datetime.timedelta(seconds=self.timeout_s)
@@ -145,14 +144,14 @@ class TorchConnection(ListeningConnection):
             store.longest_wait_s = math.inf  # the limit was for forming the group; later waits may take longer
             if self._mesh is not None:
                 self._mesh.timeout_s = self.timeout_s
-            deadline.check()  # raise if this rank was interrupted before the connections existed
+            self._deadline.check()  # raise if this rank was interrupted before the connections existed
             assert self._gloo is not None
             self._gloo.look()
         self._is_formed = True
         global _joined
         _joined = self
 
-    def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
+    def _connect(self, rendezvous: Rendezvous, world: World) -> Any:
         """Connect to the other ranks.
 
         Return the `torch.distributed` store through which the process group will form.
@@ -162,7 +161,7 @@ class TorchConnection(ListeningConnection):
         lanes = [neighbors(world.rank, world.size)]
         if self.transport == "gloo":
             lanes.append(others(world.rank, world.size))
-        on_board, *in_mesh = self._meet(rendezvous, world, lanes, deadline)
+        on_board, *in_mesh = self._meet(rendezvous, world, *lanes)
         self._board = Board(world.rank, world.size, on_board)
         self._parts = [self._board]
         self._gloo = GlooConnections(self._board)
@@ -260,12 +259,19 @@ class TorchConnection(ListeningConnection):
                 self._exchange(f"raysgd/listens/{len(self._beside)}", b"".join(listening))
             self._gloo.look()
         if self._is_cut:  # another thread has interrupted the group in the meantime
-            self._cut()
+            self.interrupt()
         return group
 
     def interrupt(self) -> None:
-        self._is_interrupted = True  # before gloo's sockets are cut, so that `join` does not succeed
-        self._cut()
+        self._is_interrupted = self._is_cut = True  # before gloo's sockets are cut, so that `join` does not succeed
+        try:
+            if self._gloo is not None:
+                self._gloo.cut()
+        finally:
+            super().interrupt()
+        if self.transport == "nccl" and self._has_joined and self._aborting is None:
+            self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
+            self._aborting.start()  # in a thread, because aborting may take long and this thread answers heartbeats
 
     def give_up(self, error: BaseException) -> None:
         """After a connection error, shut down the mesh and the board, so that all other ranks notice the failure.
@@ -278,18 +284,6 @@ class TorchConnection(ListeningConnection):
             super().interrupt()
         else:
             self.interrupt()
-
-    def _cut(self) -> None:
-        self._is_cut = True
-        try:
-            if self._gloo is not None:
-                self._gloo.cut()
-        finally:
-            for part in self._parts:
-                part.interrupt()
-        if self.transport == "nccl" and self._has_joined and self._aborting is None:
-            self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
-            self._aborting.start()  # in a thread, because aborting may take long and this thread answers heartbeats
 
     def wait_for_collectives(self) -> None:
         """With NCCL, wait until the GPU has completed the collectives that this rank has started.
@@ -359,7 +353,7 @@ class TorchConnection(ListeningConnection):
         global _joined
         if _joined is self:
             _joined = None
-        self._cut()
+        self.interrupt()
         if self._aborting is not None:
             self._aborting.join(_ABORT_S)
             # Raise an error. This process still answers heartbeats, so the other ranks would otherwise wait forever.

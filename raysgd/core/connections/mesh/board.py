@@ -68,34 +68,23 @@ class _Link:
         wake: Called if the socket has not accepted all bytes. It must make another thread send the remaining bytes.
     """
 
-    __slots__ = ("_is_cut", "_received", "_sending", "_unsent", "_wake", "connection", "rank")
+    __slots__ = ("_received", "_sending", "_unsent", "_wake", "connection", "rank")
 
     def __init__(self, rank: int, connection: socket.socket, wake: Callable[[], None]) -> None:
         connection.setblocking(False)
         self.rank, self.connection, self._wake = rank, connection, wake
         self._received, self._unsent = bytearray(), bytearray()
         self._sending = threading.Lock()
-        self._is_cut = False
 
-    def send(self, data: bytes) -> None:
-        """Send data without blocking. Bytes that the socket does not accept now are buffered."""
+    def send(self, data: bytes = b"") -> None:
+        """Send buffered bytes, then data, without blocking. Bytes that the socket does not accept now are buffered."""
         with self._sending:
-            if self._unsent and not self._is_cut:
-                self._unsent += data
-            elif rest := data[self._num_sent(data) :]:
-                self._unsent += rest
+            was_idle = not self._unsent
+            self._unsent += data
+            with suppress(BlockingIOError):
+                del self._unsent[: self.connection.send(self._unsent)]
+            if was_idle and self._unsent:
                 self._wake()
-
-    def send_rest(self) -> None:
-        """Send as many of the buffered bytes as the socket accepts now."""
-        with self._sending:
-            del self._unsent[: self._num_sent(self._unsent)]
-
-    def _num_sent(self, data: bytes | bytearray) -> int:
-        try:
-            return self.connection.send(data)
-        except BlockingIOError:
-            return 0
 
     @property
     def awaited_events(self) -> int:
@@ -112,7 +101,6 @@ class _Link:
 
     def cut(self) -> None:
         """Shut down the connection. May be called from any thread."""
-        self._is_cut = True
         with suppress(OSError):  # already shut down
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -295,7 +283,7 @@ class Board:
             The messages that are complete.
         """
         if events & select.POLLOUT:
-            link.send_rest()
+            link.send()
             self._poll.modify(link.connection, link.awaited_events)
         return link.receive() if events & ~select.POLLOUT else []
 

@@ -214,15 +214,14 @@ class ListeningConnection(Connection):
     def _form_timeout_s(self) -> float:
         return min(self.form_timeout_s, self.timeout_s)
 
-    def _deadline(self) -> Deadline:
-        return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
+    def _meet(self, rendezvous: Rendezvous, world: World, *lanes: Collection[int]) -> list[Connections]:
+        """Connect this rank to other ranks. See `Endpoint.connect`.
 
-    def _meet(
-        self, rendezvous: Rendezvous, world: World, lanes: Sequence[Collection[int]], deadline: Deadline
-    ) -> list[Connections]:
-        """Connect this rank to other ranks. See `Endpoint.connect`."""
+        Afterwards, `_deadline` limits the rest of the time in which the group must form.
+        """
         assert self._endpoint is not None, "a rank of several listens before it joins the others"
-        return self._endpoint.connect(rendezvous, world.rank, lanes, deadline)
+        self._deadline = Deadline(self._form_timeout_s, lambda: self._is_interrupted)
+        return self._endpoint.connect(rendezvous, world.rank, lanes, self._deadline)
 
     def _set_variables(self, variables: Mapping[str, str]) -> None:
         """Set environment variables of this process until it leaves the group."""
@@ -249,7 +248,7 @@ class ListeningConnection(Connection):
                 os.environ[name] = value
 
 
-class _Pending:
+class _Pending(NamedTuple):
     """A handshake in progress.
 
     Attributes:
@@ -257,14 +256,11 @@ class _Pending:
         handshake: The generator that performs the handshake.
         call: The connection attempt, if this rank opened the connection. None if the other side did. Since any process
             may connect, a handshake that the other side started may fail without an error.
-        events: The poll events that the handshake waits for.
     """
 
-    __slots__ = ("call", "connection", "events", "handshake")
-
-    def __init__(self, connection: socket.socket, handshake: Handshake, call: ConnectionAttempt | None) -> None:
-        self.connection, self.handshake, self.call = connection, handshake, call
-        self.events = select.POLLIN
+    connection: socket.socket
+    handshake: Handshake
+    call: ConnectionAttempt | None
 
 
 class _Handshakes:
@@ -346,7 +342,7 @@ class _Handshakes:
     def _advance(self, number: int) -> None:
         one = self.pending[number]
         try:
-            events = next(one.handshake)
+            self._poll.modify(number, next(one.handshake))
         except StopIteration as end:
             self._forget(number)
             self.peers.append(end.value)
@@ -357,10 +353,6 @@ class _Handshakes:
                 # Retry: that rank dropped the connection because it has too many handshakes, or has stopped listening.
                 self._postponed.append(one.call)
             self.drop([number])
-        else:
-            if events != one.events:
-                one.events = events
-                self._poll.modify(number, events)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Close the connections with these file descriptors and abandon their handshakes."""
