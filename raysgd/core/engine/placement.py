@@ -136,28 +136,25 @@ class Reservation:
         group = self._own or self._outer
         if group is None:
             return
+        began, waited_s = time.monotonic(), 0.0
         with OnFailure(partial(self.close, timeout_s=5.0)):
-            self._await(group, timeout_s, check)
-
-    def _await(self, group: Any, timeout_s: float, check: Callable[[], None]) -> None:
-        began = time.monotonic()
-        words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
-        waited_s = 0.0
-        # Wait at most one second at a time, because Ray's `wait` takes whole seconds and blocks Ctrl-C.
-        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):
-            time.sleep(_POLL_S)
-            check()
-            waited_s = time.monotonic() - began
-            while words and waited_s >= words[-1][0]:
-                words.pop()[1](timeout_s)
-            if waited_s >= timeout_s:
-                if self.is_granted():  # if this process stalled, the grant may have arrived in the meantime
-                    return
-                view = cluster_view()
-                reason = impossibility(self._need, self._num_workers, view, self._words.with_cpus)
-                table = reason or explain(self._need, self._num_workers, view)
-                message = f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n{table}"
-                raise ReservationTimeoutError(f"{message}\n{self._words.when_not_granted}".rstrip())
+            # Wait at most one second at a time, because Ray's `wait` takes whole seconds and blocks Ctrl-C.
+            while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):
+                time.sleep(_POLL_S)
+                check()
+                before_s, waited_s = waited_s, time.monotonic() - began
+                if not before_s:
+                    self._tell_impossible(timeout_s)
+                if before_s < _TELL_S <= waited_s:
+                    self._tell_missing(timeout_s)
+                if waited_s >= timeout_s:
+                    if self.is_granted():  # if this process stalled, the grant may have arrived in the meantime
+                        return
+                    view = cluster_view()
+                    reason = impossibility(self._need, self._num_workers, view, self._words.with_cpus)
+                    table = reason or explain(self._need, self._num_workers, view)
+                    message = f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n{table}"
+                    raise ReservationTimeoutError(f"{message}\n{self._words.when_not_granted}".rstrip())
 
     def _is_ready(self, group: Any, timeout_s: int) -> bool:
         try:
@@ -347,11 +344,6 @@ class Slot:
     reservation: Reservation
     index: int
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Ray options that place a worker's actor in this slot."""
-        return self.reservation.actor_options(self.index)
-
 
 class Slots:
     """The slots of a trainer.
@@ -466,10 +458,9 @@ class Slots:
             taken: The slots in which workers are running.
         """
         self._asked = slots._asked
-        places = {(id(slot.reservation), slot.index) for slot in taken}
         for reservation in slots._reservations:
             self._add(reservation)
-        self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
+        self._free = [slot for slot in self._free if slot not in taken]
 
     def take_slot(self) -> Slot:
         """Take a free slot for a worker, even if the slot's node is lost. Used while a group starts."""
@@ -477,8 +468,8 @@ class Slots:
 
     def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
         """Take up to `count` free slots for workers, only on live nodes that are not in `avoid`."""
-        nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
-        usable = [each for each in self._free if nodes[id(each.reservation)][each.index] not in (None, *avoid)]
+        nodes = {reservation: reservation.nodes() for reservation in self._reservations} if self._free else {}
+        usable = [each for each in self._free if nodes[each.reservation][each.index] not in (None, *avoid)]
         taken = usable[: max(0, count)]
         self._free = [slot for slot in self._free if slot not in taken]
         return taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -23,40 +22,30 @@ def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[
     Returns:
         Indices of `infos`, in rank order.
     """
-    nodes = _numbered_nodes(infos)
 
     def place(index: int) -> tuple[Any, ...]:
-        gpu_ids = _sorted_ids(infos[index].gpu_ids)
-        return not (first_stays and index == 0), nodes[infos[index].node_id], [_by_number(g) for g in gpu_ids[:1]]
+        return not (first_stays and index == 0), [_by_number(g) for g in _sorted_ids(infos[index].gpu_ids)[:1]]
 
-    return sorted(range(len(infos)), key=place)
+    return [index for ranks in _by_node(infos).values() for index in sorted(ranks, key=place)]
 
 
 def assign(infos: Sequence[WorkerInfo]) -> list[World]:
     """Return the `World` (rank, group size, local rank and so on) of each worker. Ranks follow the order of `infos`."""
-    seen: Counter[str] = Counter()
-    sizes = Counter(info.node_id for info in infos)
-    node_ranks = _numbered_nodes(infos)
-    on_node: dict[str, list[str]] = {node: [] for node in sizes}
-    for info in infos:
-        on_node[info.node_id] += info.gpu_ids
-    gpu_ids = {node: _sorted_ids(ids) for node, ids in on_node.items()}
-    worlds = []
-    for rank, info in enumerate(infos):
-        worlds.append(
-            World(
+    nodes, worlds = _by_node(infos).values(), dict[int, World]()
+    for node_rank, ranks in enumerate(nodes):
+        gpu_ids = _sorted_ids(gpu_id for rank in ranks for gpu_id in infos[rank].gpu_ids)
+        for local_rank, rank in enumerate(ranks):
+            worlds[rank] = World(
                 rank=rank,
                 size=len(infos),
-                local_rank=seen[info.node_id],
-                local_size=sizes[info.node_id],
-                node_rank=node_ranks[info.node_id],
-                num_nodes=len(node_ranks),
-                gpu_ids=info.gpu_ids,
-                node_gpu_ids=gpu_ids[info.node_id],
+                local_rank=local_rank,
+                local_size=len(ranks),
+                node_rank=node_rank,
+                num_nodes=len(nodes),
+                gpu_ids=infos[rank].gpu_ids,
+                node_gpu_ids=gpu_ids,
             )
-        )
-        seen[info.node_id] += 1
-    return worlds
+    return [worlds[rank] for rank in range(len(infos))]
 
 
 def places(ranks: Sequence[int], num_workers: int) -> list[int]:
@@ -103,10 +92,8 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
     Returns:
         The partner of each rank, by rank, without the ranks that have no partner.
     """
-    on_node: dict[str, list[int]] = {}
-    for rank, info in enumerate(infos):
-        on_node.setdefault(info.node_id, []).append(rank)
-    nodes, holders = list(on_node), {}
+    on_node = _by_node(infos)
+    nodes, holders = list(on_node), dict[int, int]()
     for node, following in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True):
         if node != following and home not in (node, following):
             others = on_node[following]
@@ -114,9 +101,12 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
     return holders
 
 
-def _numbered_nodes(infos: Sequence[WorkerInfo]) -> dict[str, int]:
-    """Return an index for each node ID, in the order in which the nodes first appear in `infos`."""
-    return {node: index for index, node in enumerate(dict.fromkeys(info.node_id for info in infos))}
+def _by_node(infos: Sequence[WorkerInfo]) -> dict[str, list[int]]:
+    """Return the indices of `infos` by node ID, in the order in which the nodes first appear."""
+    on_node: dict[str, list[int]] = {}
+    for index, info in enumerate(infos):
+        on_node.setdefault(info.node_id, []).append(index)
+    return on_node
 
 
 def _sorted_ids(gpu_ids: Iterable[str]) -> tuple[str, ...]:

@@ -87,14 +87,17 @@ def transfer(call: Any) -> Transfer:
     return Transfer(result, call)
 
 
-def receive_reports(transfers: Sequence[Transfer], *, are_last: bool) -> tuple[list[Any], Exception | None]:
-    """Wait for the workers' reports about their steps. Return the reports that arrive in time, and the first error.
+def ask_all(group: Any, function: Any, *args: Any, are_last: bool) -> tuple[list[Any], Exception | None]:
+    """Ask all ranks for reports about their steps. Return the reports that arrive in time, and the first error.
 
     Args:
-        transfers: The reports in transit.
+        group: The worker group.
+        function: Called on the replicas, beside their work. See `WorkerGroup.fetch`.
+        args: Arguments of the function, after the replica.
         are_last: True if the reports are not requested again, for example because the call has ended. The wait may then
             take longer.
     """
+    transfers = [group.fetch(rank, function, *args) for rank in range(len(group))]
     reports, failure = list[Any](), None
     until = time.monotonic() + (_LAST_REPORTS_S if are_last else _REPORTS_S)
     for each in transfers:
@@ -103,18 +106,6 @@ def receive_reports(transfers: Sequence[Transfer], *, are_last: bool) -> tuple[l
         except Exception as error:  # the report is late, or its worker was lost
             failure = failure or error
     return reports, failure
-
-
-def ask_all(group: Any, function: Any, *args: Any, are_last: bool) -> tuple[list[Any], Exception | None]:
-    """Call a function on the replicas of all ranks, beside their work. Return what `receive_reports` returns.
-
-    Args:
-        group: The worker group.
-        function: See `WorkerGroup.fetch`.
-        args: Arguments of the function, after the replica.
-        are_last: See `receive_reports`.
-    """
-    return receive_reports([group.fetch(rank, function, *args) for rank in range(len(group))], are_last=are_last)
 
 
 @dataclass(frozen=True)

@@ -549,7 +549,7 @@ class RemoteWorker:
 
     def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
         self.slot = slot
-        options, kept_by = slot.options, keeper()
+        options, kept_by = slot.reservation.actor_options(slot.index), keeper()
         if kept_by is not None:
             options |= kept_by.actor_options()
         self.name = options.get("name", "")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -12,7 +12,7 @@ from raysgd.core.engine.transfers import (
     LostPartError,
     SharedValue,
     StoredPart,
-    receive_reports,
+    ask_all,
     together,
     transfer,
 )
@@ -36,6 +36,13 @@ class Slow:
         return self.value
 
 
+class Ranks(list[Slow]):
+    """A group whose ranks answer with these transfers."""
+
+    def fetch(self, rank: int, function: Any) -> Slow:
+        return self[rank]
+
+
 @pytest.mark.parametrize(("are_last", "wanted_s"), [(False, 1.0), (True, 10.0)])
 def test_reports_are_waited_for_longer_where_no_one_asks_again_and_all_together_no_longer_than_one(
     are_last: bool, wanted_s: float
@@ -43,12 +50,12 @@ def test_reports_are_waited_for_longer_where_no_one_asks_again_and_all_together_
     late, lost, there = Slow(), Slow(), Slow()
     there.value = "a report"
     lost.result = raising(WorkersLostError("gone"))  # type: ignore[method-assign]
-    reports, failure = receive_reports([cast("Any", each) for each in (late, lost, there)], are_last=are_last)
+    reports, failure = ask_all(Ranks([late, lost, there]), "function", are_last=are_last)
     assert reports == ["a report"]
     assert isinstance(failure, TimeoutError), "the first one"
     [waited_s] = [each for each in late.waits if each is not None]
     assert waited_s == pytest.approx(wanted_s, abs=0.5)
-    assert receive_reports([cast("Any", there)], are_last=are_last) == (["a report"], None)
+    assert ask_all(Ranks([there]), "function", are_last=are_last) == (["a report"], None)
 
 
 def raising(error: Exception) -> Callable[[float | None], Any]:
