@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
-import select
 import socket
 import struct
 import sys
@@ -20,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait as wait_for_sockets
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -234,8 +234,8 @@ def wait(references: Collection[Reference], num_returns: int, timeout_s: float |
         left_s = _FOREVER_S if until is None else max(min(until - time.monotonic(), _FOREVER_S), 0.0)
         by_line = [each for each in calls if each not in done and not each.is_ended]
         if len(by_line) + len(done) == len(references):  # no Ray call is left to wait for
-            if readable := _readable(by_line, left_s):
-                done |= {each for each in readable if each.has_answer}
+            if readable := wait_for_sockets(by_line, left_s):
+                done |= {each for each in readable if isinstance(each, Line) and each.has_answer}
                 continue
             left_s = 0.0
         elif by_line:
@@ -245,13 +245,6 @@ def wait(references: Collection[Reference], num_returns: int, timeout_s: float |
         if until is not None and time.monotonic() >= until:
             break
     return list(done)
-
-
-def _readable(calls: Sequence[Line], timeout_s: float) -> list[Line]:
-    by_number, poll = {each.fileno(): each for each in calls}, select.poll()
-    for number in by_number:
-        poll.register(number, select.POLLIN)
-    return [by_number[number] for number, _ in poll.poll(timeout_s * 1000)]
 
 
 def _ended_for_ray(references: Sequence[Reference], num_returns: int, timeout_s: float) -> list[Reference]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -121,22 +122,16 @@ def addresses_in(values: Iterable[bytes], hosts: Iterable[str]) -> set[str]:
         values: The values on the board.
         hosts: Host addresses to search for. Other addresses in the values are not found.
     """
-    packed = {host: _packed(host) for host in hosts}
-    heads = [value[:_HEAD] for value in values]
-    return {f"{host}:{port}" for head in heads for host in packed for port in _ports(head, packed[host])}
+    heads, ports = [value[:_HEAD] for value in values], dict[str, list[bytes]]()
+    for host in hosts:
+        before_host = re.compile(b"(?s)(?=(..)%b)" % re.escape(_packed(host)))
+        ports[host] = [port for head in heads for port in before_host.findall(head)]
+    return {f"{host}:{int.from_bytes(port, 'big')}" for host, found in ports.items() for port in found}
 
 
 def _packed(host: str) -> bytes:
     family, between = (socket.AF_INET6, _FLOW) if ":" in host else (socket.AF_INET, b"")
     return between + socket.inet_pton(family, host.partition("%")[0])
-
-
-def _ports(value: bytes, host: bytes) -> Iterator[int]:
-    """Yield the port that precedes each occurrence of `host`, an encoded host address, in a value that gloo wrote."""
-    at = value.find(host, 2)
-    while at >= 0:
-        yield int.from_bytes(value[at - 2 : at], "big")
-        at = value.find(host, at + 1)
 
 
 Ends: TypeAlias = tuple[str, str]

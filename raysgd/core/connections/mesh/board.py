@@ -232,12 +232,7 @@ class Board:
         with self._has_changed:  # send under the lock, so that all ranks see this rank's values in the same order
             self._values[key] = value
             self._has_changed.notify_all()
-            written = BoardMessage(self._rank, key, value).encoded
-            for rank in next_of_all(self._rank, self._rank, self._size):
-                try:
-                    self._links[rank].send(written)
-                except OSError as error:
-                    raise MeshBroken(f"the connection to rank {rank} ended: {error}") from error
+            self._pass_on([BoardMessage(self._rank, key, value)])
 
     def _receive(self) -> None:
         try:
@@ -249,7 +244,7 @@ class Board:
             self._break(_INTERRUPTED if was_cut else str(error))
 
     def _receive_once(self) -> None:
-        """Wait for messages from neighbors, then forward the messages and store their values.
+        """Wait until neighbors take or send bytes. Then forward their messages and store the values.
 
         Afterwards, raise `MeshBroken` if the connection to a neighbor has ended.
         """
@@ -257,12 +252,17 @@ class Board:
         ends: list[MeshBroken] = []
         for number, events in self._poll.poll():
             if (link := self._by_number.get(number)) is None:
-                self._watch_rests()
+                os.read(self._bell[0], _PART)
                 continue
             try:
-                messages += self._moved(link, events)
+                if events & select.POLLOUT:
+                    link.send()
+                if events & ~select.POLLOUT:
+                    messages += link.receive()
             except OSError as error:
                 ends.append(MeshBroken(f"rank {link.rank} is gone: {error}"))
+        for link in self._links.values():
+            self._poll.modify(link.connection, link.awaited_events)
         try:
             self._pass_on(messages)
         finally:
@@ -271,27 +271,6 @@ class Board:
                 self._has_changed.notify_all()
         if ends:
             raise ends[0]
-
-    def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Send buffered bytes to a neighbor, receive its messages, or both, as far as possible without waiting.
-
-        Args:
-            link: The connection to the neighbor.
-            events: What the connection is ready for, as `select.poll` reported it.
-
-        Returns:
-            The messages that are complete.
-        """
-        if events & select.POLLOUT:
-            link.send()
-            self._poll.modify(link.connection, link.awaited_events)
-        return link.receive() if events & ~select.POLLOUT else []
-
-    def _watch_rests(self) -> None:
-        """Make the receiving thread watch for sockets that have buffered bytes and can send more."""
-        os.read(self._bell[0], _PART)
-        for link in self._links.values():
-            self._poll.modify(link.connection, link.awaited_events)
 
     def _wake(self) -> None:
         os.write(self._bell[1], b"!")
@@ -307,7 +286,7 @@ class Board:
             try:
                 self._links[rank].send(b"".join(parts))
             except OSError as error:
-                raise MeshBroken(f"rank {rank} is gone: {error}") from error
+                raise MeshBroken(f"the connection to rank {rank} ended: {error}") from error
 
     def _break(self, reason: str) -> None:
         with self._has_changed:
