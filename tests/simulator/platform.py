@@ -106,14 +106,10 @@ class SimReservation(Reservation):
         words: FrontEndWords = NO_WORDS,
     ) -> None:
         self._cluster, self._num_workers, self._has_driver = cluster, num_workers, has_driver
-        self._check_given_back = check_given_back
+        self._check_given_back, self.is_own = check_given_back, True
         self.bundles: list[str | None] = []
         self.is_closing = False
         self.used_by: dict[int, Process] = {}
-
-    @property
-    def is_own(self) -> bool:
-        return True
 
     def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         kernel = self._cluster.kernel

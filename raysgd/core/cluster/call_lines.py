@@ -234,8 +234,8 @@ def wait(references: Collection[Reference], num_returns: int, timeout_s: float |
         left_s = _FOREVER_S if until is None else max(min(until - time.monotonic(), _FOREVER_S), 0.0)
         by_line = [each for each in calls if each not in done and not each.is_ended]
         if len(by_line) + len(done) == len(references):  # no Ray call is left to wait for
-            if readable := wait_for_sockets(by_line, left_s):
-                done |= {each for each in readable if isinstance(each, Line) and each.has_answer}
+            if wait_for_sockets([each.fileno() for each in by_line], left_s):
+                done |= {each for each in by_line if each.has_answer}
                 continue
             left_s = 0.0
         elif by_line:

@@ -69,6 +69,10 @@ class Reservation:
             places this process's child tasks in that group. None uses no existing group.
         words: The front end's wording for error messages.
 
+    Attributes:
+        is_own: True if this reservation created a placement group. Actors then start as soon as the reservation is
+            granted.
+
     Raises:
         ReservationTimeoutError: The cluster's head node is gone.
     """
@@ -86,11 +90,11 @@ class Reservation:
         self._need, self._num_workers, self._words = need, num_workers, words
         self._session = session()
         self._holder: Any = None
-        self._outer = outer_group() if within == "default" else within
-        self._own: Any = None
+        self._group: Any = outer_group() if within == "default" else within
         self._guard: Any = None
         bundle = need.bundle()
-        if self._outer is None and bundle and num_workers:
+        self.is_own = bool(self._group is None and bundle and num_workers)
+        if self.is_own:
             name = f"raysgd-{uuid.uuid4().hex[:8]}"  # unique, because several trainers may run
             bundles = [bundle] * num_workers
             if has_driver and need.num_gpus:
@@ -100,25 +104,16 @@ class Reservation:
             lifetime = None if keeper() is None else "detached"
             strategy = "PACK" if packs else "SPREAD"
             make = partial(ray.util.placement_group, bundles, strategy, name, lifetime, **labels)
-            self._own = ask_head(make, None)
-            if self._own is None:
+            self._group = ask_head(make, None)
+            if self._group is None:
                 raise ReservationTimeoutError("Ray was stopped: its head node does not answer.")
 
     def __len__(self) -> int:
         return self._num_workers
 
-    @property
-    def is_own(self) -> bool:
-        """True if this reservation created a placement group.
-
-        Actors then start as soon as the reservation is granted.
-        """
-        return self._own is not None
-
     def is_granted(self) -> bool:
         """Return True if the resources have been granted."""
-        group = self._own or self._outer
-        return group is None or _state_of(group) == "CREATED"
+        return self._group is None or _state_of(self._group) == "CREATED"
 
     def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """Wait until the resources are granted.
@@ -133,13 +128,12 @@ class Reservation:
             ReservationTimeoutError: The resources were not granted in time, Ray removed the reservation, or the cluster
                 is too small for the workers and cannot grow.
         """
-        group = self._own or self._outer
-        if group is None:
+        if self._group is None:
             return
         began, waited_s = time.monotonic(), 0.0
         with OnFailure(partial(self.close, timeout_s=5.0)):
             # Wait at most one second at a time, because Ray's `wait` takes whole seconds and blocks Ctrl-C.
-            while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):
+            while not self._is_ready(int(timeout_s - waited_s >= _SLICE_S)):
                 time.sleep(_POLL_S)
                 check()
                 before_s, waited_s = waited_s, time.monotonic() - began
@@ -156,11 +150,11 @@ class Reservation:
                     message = f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n{table}"
                     raise ReservationTimeoutError(f"{message}\n{self._words.when_not_granted}".rstrip())
 
-    def _is_ready(self, group: Any, timeout_s: int) -> bool:
+    def _is_ready(self, timeout_s: int) -> bool:
         try:
-            return bool(ask_head(partial(group.wait, timeout_s), False))
+            return bool(ask_head(partial(self._group.wait, timeout_s), False))
         except Exception as error:  # Ray raises nothing more specific
-            if _state_of(group) != "REMOVED":
+            if _state_of(self._group) != "REMOVED":
                 raise
             raise ReservationTimeoutError(
                 f"Ray has removed the reservation of {self._num_workers} workers before it was granted. It does so if "
@@ -209,13 +203,12 @@ class Reservation:
             options["resources"] = custom
         if self._need.runtime_env:
             options["runtime_env"] = dict(self._need.runtime_env)
-        group = self._own or self._outer
-        if group is not None:
+        if self._group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=group,
-                placement_group_bundle_index=index if self._own is not None else -1,
+                placement_group=self._group,
+                placement_group_bundle_index=index if self.is_own else -1,
                 # With None, Ray asks how this process's own child tasks are placed.
-                placement_group_capture_child_tasks=False if self._own is not None else None,
+                placement_group_capture_child_tasks=False if self.is_own else None,
             )
         return options
 
@@ -225,10 +218,10 @@ class Reservation:
         For a bundle on a lost node, the ID is None until Ray moves the bundle to another node. If this reservation
         created no placement group, the nodes are not known, and the ID of one live node is returned for all bundles.
         """
-        own, alive = self._own, living_nodes()
-        if own is None:
+        group, alive = self._group, living_nodes()
+        if not self.is_own:
             return [next(iter(alive), None)] * self._num_workers
-        table: Mapping[str, Any] = ask_head(lambda: untyped_ray().util.placement_group_table(own), {})
+        table: Mapping[str, Any] = ask_head(lambda: untyped_ray().util.placement_group_table(group), {})
         holders = table.get("bundles_to_node_id", {})
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
@@ -239,7 +232,7 @@ class Reservation:
         existing placement group, no IDs are returned, because the group's owner decides which GPUs this process may
         use.
         """
-        if self._own is None or not self._need.num_gpus:
+        if not (self.is_own and self._need.num_gpus):
             return []
         ray = untyped_ray()
         options = {**self.actor_options(0), "num_cpus": 0}
@@ -253,11 +246,10 @@ class Reservation:
         If the cluster's head node is gone, for example after a signal to all processes of a program, do not wait. Ray
         would try to reach the head node for a minute and then kill this process.
         """
-        if self._own is None:
+        if not self.is_own:
             return
-        ray = untyped_ray()
-        group, self._own = self._own, None
-        holder, self._holder = self._holder, None
+        ray, group, holder = untyped_ray(), self._group, self._holder
+        self.is_own, self._group, self._holder = False, None, None
         if session() != self._session:
             return
 

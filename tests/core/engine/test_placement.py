@@ -20,10 +20,7 @@ class Granted(Reservation):
     def __init__(self, cluster: Cluster, num_workers: int, *rest: Any) -> None:
         self._cluster, self._num_workers, self.rest = cluster, num_workers, rest
         self.has_room = self.is_closed = False
-
-    @property
-    def is_own(self) -> bool:
-        return not self._cluster.is_inside_another
+        self.is_own = not cluster.is_inside_another
 
     def is_granted(self) -> bool:
         if not self.has_room and self._cluster.room >= self._num_workers:

@@ -165,7 +165,7 @@ def test_a_reservation_that_ray_removes_while_it_is_awaited_is_not_granted(ray_c
     """As it does with those of a process whose node dies."""
     reservation = Reservation(Resources(num_cpus=10 * NUM_CPUS), 1)
     with pytest.raises(ReservationTimeoutError, match="Ray has removed the reservation of 1 workers"):
-        reservation.wait(60, check=lambda: remove_placement_group(reservation._own))
+        reservation.wait(60, check=lambda: remove_placement_group(reservation._group))
 
 
 def test_what_no_node_can_ever_hold_is_said_once_and_waited_for(
