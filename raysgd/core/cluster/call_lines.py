@@ -60,7 +60,7 @@ class Line:
 
     Attributes:
         attending: Ray's reference to the call that `attend` started.
-        was_joined: True once the worker has connected.
+        was_joined: True once `has_answer` has seen the worker connect. A worker on another node can never connect.
         is_ended: True once the driver has closed the socket or noticed that the worker has closed it.
     """
 
@@ -89,11 +89,6 @@ class Line:
         except OSError:
             self.hang_up()
         return not self.is_ended
-
-    @property
-    def was_heard(self) -> bool:
-        """True if the worker has connected to the socket. A worker on another node can never connect."""
-        return self.has_answer or self.was_joined
 
     @property
     def is_answered(self) -> bool:

@@ -40,7 +40,20 @@ class TensorFlowConnection(ListeningConnection):
         self._num_threads = num_threads
 
     def load(self) -> None:
-        load_tensorflow(self.variables, self._num_threads)
+        """Import TensorFlow. In a worker process, set `variables` before the import, and limit threads after it."""
+        if self._num_threads is None:  # the environment and the threads of the driver belong to the user
+            import tensorflow  # noqa: F401
+
+            return
+        os.environ.update(self.variables)
+        import tensorflow as tf
+
+        try:
+            tf.config.threading.set_intra_op_parallelism_threads(self._num_threads)
+            # One extra thread, because a TensorFlow operation that waits for other ranks occupies a thread.
+            tf.config.threading.set_inter_op_parallelism_threads(self._num_threads + 1)
+        except RuntimeError:  # the user's `initialization_hook` has already initialized TensorFlow
+            return
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Connect this rank to all other ranks. A group of one rank needs no connections.
@@ -91,28 +104,6 @@ def votes() -> EarlyVotes:
     """Return the votes with which the ranks of this process's group agree on whether any rank has data left."""
     assert _JOINED is not None, "a rank that is alone has no other rank to ask"
     return _JOINED[1]
-
-
-def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:
-    """Import TensorFlow. In a worker process, set environment variables before the import, and limit threads after it.
-
-    Args:
-        variables: Environment variables for worker processes.
-        num_threads: Limit for threads. None in the driver, whose environment and threads belong to the user.
-    """
-    if num_threads is None:
-        import tensorflow  # noqa: F401
-
-        return
-    os.environ.update(variables)
-    import tensorflow as tf
-
-    try:
-        tf.config.threading.set_intra_op_parallelism_threads(num_threads)
-        # One extra thread, because a TensorFlow operation that waits for other ranks occupies a thread.
-        tf.config.threading.set_inter_op_parallelism_threads(num_threads + 1)
-    except RuntimeError:  # the user's `initialization_hook` has already initialized TensorFlow
-        return
 
 
 def cluster_of(addresses: Sequence[str], rank: int) -> str:

@@ -142,10 +142,10 @@ class TorchConnection(ListeningConnection):
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
             store.longest_wait_s = math.inf  # the limit was for forming the group; later waits may take longer
-            if self._mesh is not None:
-                self._mesh.timeout_s = self.timeout_s
-            self._deadline.check()  # raise if this rank was interrupted before the connections existed
+            assert self._mesh is not None
             assert self._gloo is not None
+            self._mesh.timeout_s = self.timeout_s
+            self._deadline.check()  # raise if this rank was interrupted before the connections existed
             self._gloo.look()
         self._is_formed = True
         global _joined
@@ -165,13 +165,12 @@ class TorchConnection(ListeningConnection):
         self._board = Board(world.rank, world.size, on_board)
         self._parts = [self._board]
         self._gloo = GlooConnections(self._board)
-        for lane in in_mesh:
-            self._mesh = Mesh(lane, self._form_timeout_s)
-            self._group = Group(world, self._mesh, rendezvous.hosts)
-            self._parts = [self._mesh, self._board]
         if self.transport == "gloo":
             from raysgd.core.connections.mesh.store import BoardStore
 
+            self._mesh = Mesh(*in_mesh, self._form_timeout_s)
+            self._group = Group(world, self._mesh, rendezvous.hosts)
+            self._parts = [self._mesh, self._board]
             return BoardStore(self._board, self._form_timeout_s)
         self._see_gpus_of_node(world)
         return self._store_of_rank_0(rendezvous.address, world, self._board)

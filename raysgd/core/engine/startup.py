@@ -395,11 +395,11 @@ class StandbyWorkers:
         """
         with self._polling:  # wait until another thread has finished its check, so that no dead worker is lent
             self._see_to_all()
-        if not (ready := self._ready):
-            return None
-        number, relay = next(self._numbers_of_loans), self._spec.relay
-        self._idle[ready[-1]] = loan = Loan(ready[-1], number, self._platform, relay, self.look_after)
-        return loan
+            if not (ready := self._ready):
+                return None
+            number, relay = next(self._numbers_of_loans), self._spec.relay
+            self._idle[ready[-1]] = loan = Loan(ready[-1], number, self._platform, relay, self.look_after)
+            return loan
 
     def _recall(self, count: int) -> None:
         """Recall up to `count` workers from their loans. A worker whose call does not stop in time stays on loan."""

@@ -573,7 +573,7 @@ class RemoteWorker:
         Return a `Line` or Ray's reference to the result.
         """
         line = self._line
-        self._can_attend = self._can_attend and (line is None or line.was_heard)
+        self._can_attend = self._can_attend and (line is None or line.has_answer or line.was_joined)
         if values or len(packed) > LARGEST or not self._can_attend:
             return self.submit(WorkerProcess.on_packed, packed, *values)
         if line is not None and line.has_answer and line.send(packed):

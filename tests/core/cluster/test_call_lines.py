@@ -82,7 +82,7 @@ def test_a_worker_on_another_node_finds_no_line(line: Line) -> None:
     lost = LineEnd("raysgd-not-here")
     assert not lost.answer(1)
     assert lost.next() is None
-    assert not line.was_heard
+    assert (line.has_answer, line.was_joined) == (False, False)
 
 
 def test_nobody_else_gets_a_line(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
