@@ -231,8 +231,7 @@ class StandbyWorkers:
         if local is not None:
             local.use_gpus(slots.take_slot().reservation.gpus_of_driver())
         for _ in range(len(workers), num_workers):
-            worker = platform.new_worker(slots.take_slot(), spec.connection, spec.num_threads)
-            workers.append(worker)
+            workers.append(platform.new_worker(slots.take_slot(), spec.connection, spec.num_threads))
         self._check_wanted()
 
     def make_ready(
