@@ -168,7 +168,7 @@ class TorchConnection(ListeningConnection):
         if self.transport == "gloo":
             from raysgd.core.connections.mesh.store import BoardStore
 
-            self._mesh = Mesh(*in_mesh, self._form_timeout_s)
+            self._mesh = Mesh(in_mesh[0], self._form_timeout_s)
             self._group = Group(world, self._mesh, rendezvous.hosts)
             self._parts = [self._mesh, self._board]
             return BoardStore(self._board, self._form_timeout_s)
