@@ -248,6 +248,16 @@ def test_a_shutdown_from_another_thread_does_not_wait_for_a_rank_that_hangs() ->
     assert any("RAISED TrainerShutdownError" in line for line in verdict.log)
 
 
+def test_a_shutdown_from_another_thread_does_not_ask_the_workers_that_it_ends_for_their_state() -> None:
+    ops = Op("take_over"), Op("steps", 4), Op("take_over"), Op("look", 93)
+    faults = Fault("die but one", "join", 2, 1), Fault("stop", "wait", 136, 3)
+    sizes: Any = {"num_workers": 4, "nodes": (4,), "num_samples": 8, "batch_size": 2}
+    schedule = Schedule(9015799, **sizes, heartbeat_s=3.0, late_s=2.5, ops=ops, faults=faults)
+    verdict = run(schedule)
+    assert (verdict.broken, verdict.num_happened) == (None, 2)
+    assert any("TABLE Running Interrupted -> Finished" in line for line in verdict.log)
+
+
 def test_a_shutdown_from_another_thread_does_not_wait_for_a_worker_that_is_still_starting() -> None:
     """Survivors of a loss wait for it, as long as it loads."""
     losses = Fault("lose node", "answer", 1), Fault("drain", "merge", 1, 3)

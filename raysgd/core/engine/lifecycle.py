@@ -153,8 +153,12 @@ class Lifecycle(ABC):
 
     @property
     def holds_only_state(self) -> bool:
-        """True if the training state exists only in the workers. It must then be fetched before a worker is killed."""
-        return self.snapshots.is_only_in_workers and not self.gives_state_up and self.has_remote_workers
+        """True if the training state exists only in the workers. It must then be fetched before a worker is killed.
+
+        False once the trainer is stopped, because that discards the state.
+        """
+        is_given_up = self.gives_state_up or self.stopped.is_set()
+        return self.snapshots.is_only_in_workers and not is_given_up and self.has_remote_workers
 
     @property
     def has_remote_workers(self) -> bool:
