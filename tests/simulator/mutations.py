@@ -16,10 +16,9 @@ from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery import interpreter, machine, running_call, states
+from raysgd.core.engine.recovery import interpreter, machine, states
 from raysgd.core.engine.recovery.interpreter import Interpreter
-from raysgd.core.engine.recovery.running_call import RunningCall
-from raysgd.core.engine.recovery.states import Do, Done, End, Finished, Known, Lost, Raise, Transition
+from raysgd.core.engine.recovery.states import Do, Done, End, Finished, Known, Lost, Raise, Running, Transition
 from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
@@ -122,7 +121,7 @@ def _tells(**fields: Any) -> Callable[[Any], Any]:
 
 
 def _loses_user_errors(real: Any) -> Any:
-    def failed(self: RunningCall, report: GroupReport) -> Any:
+    def failed(self: Interpreter, report: GroupReport) -> Any:
         found = real(self, report)
         return replace(found, kind="died") if found.kind == "user" else found
 
@@ -525,7 +524,7 @@ def _begins_again(real: Any) -> Any:
 
 
 def _from_the_start(real: Any) -> Any:
-    return lambda self, resumes: real(self, resumes=False)
+    return lambda self, state: real(self, Running())
 
 
 def _without_number(real: Any) -> Any:
@@ -567,8 +566,8 @@ MUTATIONS = (
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_continuing", _pay_for_no_rejoin, (11,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_continuing", _pay_for_any_rejoin, (18,)),
     Mutation("a rejoin after a hang is free", RetryBudget, "note_hang", nothing, (868,), (_HANGING,)),
-    Mutation("retries are never spent", RunningCall, "known", _sees(num_left=math.inf), (5,)),
-    Mutation("retries are always spent", RunningCall, "known", _sees(num_left=0), (1,)),
+    Mutation("retries are never spent", Interpreter, "_known", _sees(num_left=math.inf), (5,)),
+    Mutation("retries are always spent", Interpreter, "_known", _sees(num_left=0), (1,)),
     Mutation("a rejoin that led nowhere is tried again", Known, "obstacle_to_continuing", nothing, (), (_POISONED,)),
     Mutation(
         "the least advanced survivor is the source", states, "choose_source", _source(lambda r: r.position), (38,)
@@ -588,13 +587,13 @@ MUTATIONS = (
     Mutation("what survivors had told counts as lost", RankRows, "keep_lost", _counts_those_who_are_there),
     Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
-    Mutation("a lost connection counts as an error of user code", running_call, "classify", _classify_as_user, (5,)),
-    Mutation("errors of user code are retried", RunningCall, "known", _sees(retries_user_errors=True), (568,)),
-    Mutation("errors of user code count as losses", RunningCall, "failed", _loses_user_errors, (), (_BUG,)),
-    Mutation("ranks that failed apart are kept", RunningCall, "known", _sees(keeps_alike=False), (), (_PARTED,)),
+    Mutation("a lost connection counts as an error of user code", interpreter, "classify", _classify_as_user, (5,)),
+    Mutation("errors of user code are retried", Interpreter, "_known", _sees(retries_user_errors=True), (568,)),
+    Mutation("errors of user code count as losses", Interpreter, "_failed", _loses_user_errors, (), (_BUG,)),
+    Mutation("ranks that failed apart are kept", Interpreter, "_known", _sees(keeps_alike=False), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
-    Mutation("too small a group goes on", RunningCall, "known", _sees(min_workers=1), (1,)),
+    Mutation("too small a group goes on", Interpreter, "_known", _sees(min_workers=1), (1,)),
     Mutation("the dead are asked to leave again and again", Interpreter, "_lost_in_tear_down", _forget_the_dead, (1,)),
     Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
     Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
@@ -604,10 +603,10 @@ MUTATIONS = (
     Mutation("every snapshot counts as the first", Snapshots, "take_captures", _as_first, (25,)),
     Mutation("ranks get each other's states", Snapshots, "take_captures", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
-    Mutation("a restored call begins again", RunningCall, "attempt", _from_the_start, (), _INSIDE),
+    Mutation("a restored call begins again", Interpreter, "_running", _from_the_start, (), _INSIDE),
     Mutation("a new group is not restored", Interpreter, "_restoring", always(Done()), (0,)),
     Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
-    Mutation("a held call counts as finished", running_call, "HeldAtStep", lambda real: Call, (126,)),
+    Mutation("a held call counts as finished", interpreter, "HeldAtStep", lambda real: Call, (126,)),
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (17,)),
     Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (17,)),
@@ -621,7 +620,9 @@ MUTATIONS = (
     Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
-    Mutation("a state of which there is no copy is lost unnoticed", RunningCall, "known", _sees(is_lost=False), (132,)),
+    Mutation(
+        "a state of which there is no copy is lost unnoticed", Interpreter, "_known", _sees(is_lost=False), (132,)
+    ),
     Mutation("a hold is agreed on though ranks disagree", Monitor, "_agree", _agrees_with_all, (893,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", SimReplica, "part_of_snapshot", _takes_any_number, (21,)
@@ -667,7 +668,7 @@ MUTATIONS = (
     Mutation("workers are ended that have the only state", Lifecycle, "holds_only_state", always_is(False)),
     Mutation("a call is not left", Monitor, "hold_to_leave", nothing, (), (_LONG,)),
     Mutation("ranks that froze are not noticed once a call is left", Monitor, "_ask", _asks_no_more_once_left, (789,)),
-    Mutation("a call that was left goes on", RunningCall, "_paused", _tells(must_end=False), (29,)),
+    Mutation("a call that was left goes on", Interpreter, "_paused", _tells(must_end=False), (29,)),
     Mutation("a state is not waited for when a call is left", Monitor, "await_snapshot", nothing, (14,)),
     Mutation("a state that was lost counts as there", Snapshots, "shares_current", always_is(True), (), (_LOST_STATE,)),
     Mutation("too small a group trains", machine, "_end_early", _keep_the_small, (), (_TOO_SMALL,)),

@@ -23,8 +23,8 @@ from raysgd.core.engine.lifecycle import RELEASE_S, Lifecycle
 from raysgd.core.engine.monitor import LEAVING, NODES_S, ROOM, Monitor
 from raysgd.core.engine.policies import RetryBudget, classify
 from raysgd.core.engine.recovery import interpreter
+from raysgd.core.engine.recovery.incident import LOST_ON_ITS_WAY
 from raysgd.core.engine.recovery.interpreter import Interpreter
-from raysgd.core.engine.recovery.running_call import LOST_ON_ITS_WAY
 from raysgd.core.engine.recovery.states import NUM_COPIES
 from raysgd.core.engine.shared.interface import Call, Completed, Left
 from raysgd.core.engine.shared.types import Failed

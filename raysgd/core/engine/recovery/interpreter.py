@@ -17,10 +17,19 @@ from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.lifecycle import SETTLE_S, START_ATTEMPTS, Lifecycle
 from raysgd.core.engine.monitor import Monitor
-from raysgd.core.engine.policies import RetryBudget, are_alike, classify, takers, words
+from raysgd.core.engine.policies import (
+    Diagnosis,
+    RetryBudget,
+    are_alike,
+    classify,
+    failed_alike,
+    is_lack_of_memory,
+    takers,
+    words,
+)
 from raysgd.core.engine.recovery import machine, states
-from raysgd.core.engine.recovery.running_call import RunningCall
-from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, Evacuate, Reuse, Trigger
+from raysgd.core.engine.recovery.incident import Incident
+from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, End, Evacuate, Reuse, Trigger
 from raysgd.core.engine.shared.interface import (
     Call,
     Completed,
@@ -29,12 +38,20 @@ from raysgd.core.engine.shared.interface import (
     Left,
     RegroupingReplica,
     method_of,
+    nothing,
+    sign_of_life,
 )
-from raysgd.core.engine.shared.types import GroupReport, StateHandover
+from raysgd.core.engine.shared.types import Answered, Failed, GroupReport, HeldAtStep, StateHandover
 from raysgd.core.engine.transfers import LostPartError
 from raysgd.core.engine.worker import RemoteWorker
 from raysgd.core.worker_errors import worker_error
-from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnpicklableError, WorkersLostError
+from raysgd.exceptions import (
+    OnFailure,
+    RanksDifferError,
+    ReservationTimeoutError,
+    UnpicklableError,
+    WorkersLostError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +59,7 @@ logger = logging.getLogger(__name__)
 STANDBY_WAIT_S = 30.0
 _RESERVATION_S = 10.0  # how long to wait for resources that were free a moment ago
 _IN_THE_WAY_S = 5.0  # if this program's other trainers hold the resources: they rarely release them
+_NO_CALL = Call(nothing)
 _AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example to save it to a file
 
 
@@ -79,8 +97,27 @@ class Interpreter:
         self.state: states.State | None = None
         self._begin()
 
-    def _begin(self, *args: Any) -> None:
-        self._current = RunningCall(self._lifecycle, self._monitor, *args)
+    def _begin(
+        self,
+        reason: str = "",
+        call: Call = _NO_CALL,
+        budget: RetryBudget | None = None,
+        number: CallNumber | None = None,
+    ) -> None:
+        """Begin a call, or a change of the group between two calls, which happens for a `reason`."""
+        self._call, self._budget, self._number = call, budget or RetryBudget(0), number
+        self._starts = self._lifecycle.start_budget  # retries of a start, if they are limited
+        self._was_sent = False  # True if a rank may have received the call
+        self._num_lost_copies = 0  # snapshots of the paused call that were lost
+        # Position in the call at which survivors continued in a smaller group, with more samples per worker.
+        self._shrank_at: int | None = None
+        self._error: BaseException | None = None  # with which the call ends, if it fails
+        self._note(reason)
+
+    def _note(self, reason: str = "", report: GroupReport | None = None) -> Incident:
+        """Record that something has befallen the group. `report` is of the ranks' call; None if it may still run."""
+        self._incident, self._report = Incident(self._lifecycle, reason), report
+        return self._incident
 
     @property
     def doing(self) -> str:
@@ -124,9 +161,9 @@ class Interpreter:
         """
         self._lifecycle.check_active()
         self._begin(cause)
-        if needs_all and self._current.starts is None:
-            self._current.starts = RetryBudget(START_ATTEMPTS - 1)
-        self._follow(machine.restart(states.Restart(kind, needs_all=needs_all), self._current.known()))
+        if needs_all and self._starts is None:
+            self._starts = RetryBudget(START_ATTEMPTS - 1)
+        self._follow(machine.restart(states.Restart(kind, needs_all=needs_all), self._known()))
 
     def move(self, leaving: frozenset[str], cause: str) -> None:
         """Between two calls, remove the workers on nodes that are going away, and add ready standby workers.
@@ -139,15 +176,15 @@ class Interpreter:
             cause: Reason for the change, for the history.
         """
         self._begin(cause)
-        self._follow(machine.leave_or_grow(self._current.on_nodes(leaving), self._current.known()))
+        self._follow(machine.leave_or_grow(self._on_nodes(leaving), self._known()))
 
     def abandon_call(self) -> None:
         """End a call that a process before this one has left running, and the group with it."""
         self._begin()
-        self._current.was_sent, interrupt = True, KeyboardInterrupt()
+        self._was_sent, interrupt = True, KeyboardInterrupt()
         try:
             event = states.Interrupted(error=interrupt)
-            self._follow(machine.transition(states.Running(), event, self._current.known()))
+            self._follow(machine.transition(states.Running(), event, self._known()))
         except KeyboardInterrupt as error:
             if error is not interrupt:
                 raise
@@ -169,10 +206,10 @@ class Interpreter:
             while True:
                 try:
                     if event is not None:
-                        done, transition = transition.state, self._next(transition.state, event, self._current.known())
+                        done, transition = transition.state, self._next(transition.state, event, self._known())
                     self.state = state = transition.state
                     plan = state.plan if isinstance(state, states.Finished) else None
-                    self._current.error = error = self._current.raised(plan) if isinstance(plan, states.Raise) else None
+                    self._error = self._raised(plan) if isinstance(plan, states.Raise) else None
                     for command in transition.commands:
                         self._do(command, done, event, state)
                     if isinstance(state, states.Finished):
@@ -183,6 +220,7 @@ class Interpreter:
                     event = ended
                 except BaseException as interrupt:
                     event = self._interrupt(interrupt)
+            error = self._error
         finally:
             self.state = None
             self._begin()
@@ -195,11 +233,41 @@ class Interpreter:
         logger.debug("%s, %s -> %s", *(type(each).__name__ for each in (state, event, transition.state)))
         return transition
 
+    def _known(self) -> states.Known:
+        """Return what is known now, for the next transition."""
+        lifecycle, call, budget, starts = self._lifecycle, self._call, self._budget, self._starts
+        snapshots, group = self._snapshots, lifecycle.group
+        return states.Known(
+            spec=lifecycle.spec,
+            scaling=lifecycle.scaling,
+            failures=lifecycle.failures,
+            in_call=call is not _NO_CALL,
+            was_sent=self._was_sent,
+            members=states.NO_WORKERS if group is None else frozenset(group.workers),
+            is_driver_only=group is not None and group.is_driver_only,
+            can_continue=call.can_continue,
+            keeps_alike=call.keeps_alike,
+            must_end=call.leaves is not None and call.leaves(),
+            is_ending=lifecycle.is_ending,
+            is_cut_off=lifecycle.is_cut_off(),
+            only_in_workers=lifecycle.holds_only_state,
+            in_transit=snapshots.is_coming,
+            is_lost=snapshots.is_lost,
+            has_snapshot=snapshots.has_any,
+            num_standby=0 if group is None else group.standby.num_all,
+            num_lost_copies=self._num_lost_copies,
+            num_retries=budget.num_retries,
+            num_left=budget.num_retries - budget.num_spent,
+            continued_at=budget.continued_at,
+            free_from=budget.free_from,
+            num_starts_left=None if starts is None else starts.num_retries - starts.num_spent,
+        )
+
     def _interrupt(self, error: BaseException) -> states.Interrupted:
         """An error has ended a wait."""
         if isinstance(self.state, states.Running):
-            self._current.note()
-        self._current.report = None
+            self._note()
+        self._report = None
         if self._lifecycle.group is not None and not self._lifecycle.group.is_driver_only:
             self._lifecycle.interrupted = None  # the interrupt is handled here, so it must not be raised again
         return states.Interrupted(isinstance(error, WorkersLostError), isinstance(error, UnpicklableError), error)
@@ -210,12 +278,12 @@ class Interpreter:
         self, command: states.Command, done: states.State | None, event: states.Event | None, state: states.State
     ) -> None:
         """Perform a command, after the wait of `done` has ended with `event`, and before that of `state`."""
-        lifecycle, snapshots, current = self._lifecycle, self._snapshots, self._current
+        lifecycle, snapshots = self._lifecycle, self._snapshots
         match command, done, event:
             case states.Record(kind), _, _:
-                current.record(kind, done, state)
+                self._record(kind, done, state)
             case states.Abandon(), _, _:
-                current.abandon(command)
+                self._abandon(command)
             case Do.GIVE_STATE_UP, _, _:
                 lifecycle.gives_state_up = True
             case Do.DROP_IN_TRANSIT, _, _:
@@ -225,7 +293,7 @@ class Interpreter:
             case Do.LEAVE_CALL, _, _:
                 snapshots.leave_call()
             case Do.NOTE_ABORTED, _, _:
-                snapshots.note_broken_off(current.call, has_group=lifecycle.group is not None)
+                snapshots.note_broken_off(self._call, has_group=lifecycle.group is not None)
             case Do.KILL_JOINING, _, _:
                 taken = event if isinstance(event, states.Filled) else done
                 if isinstance(taken, states.Filled | states.TearingDown | states.FillingUp):  # not yet in the group
@@ -233,18 +301,58 @@ class Interpreter:
             case Do.KILL_GROUP, _, _:
                 lifecycle.kill_group()
             case Do.PAY_TO_CONTINUE, states.Regrouping(), _:
-                current.budget.pay_for_continuing(done.source.position)
+                self._budget.pay_for_continuing(done.source.position)
             case Do.PAY_TO_CONTINUE, states.Capturing(change) | states.AwaitingCopy(change), _:
                 assert isinstance(change, CopyInside), "only a call that must end early is tried again"
-                logger.warning("%s; the call is tried again before it ends early", current.incident.cause)
-                current.budget.pay_for_continuing(change.position)
-            case Do.PAY_FOR_RESTART, _, _ if current.incident.diagnosis is not None:
-                current.budget.pay_for_restart()
-                lifecycle.hooks.on_failure(current.incident.diagnosis)
-            case Do.PAY_FOR_START, _, _ if current.starts is not None:
-                current.starts.pay_for_restart()
+                logger.warning("%s; the call is tried again before it ends early", self._incident.cause)
+                self._budget.pay_for_continuing(change.position)
+            case Do.PAY_FOR_RESTART, _, _ if self._incident.diagnosis is not None:
+                self._budget.pay_for_restart()
+                lifecycle.hooks.on_failure(self._incident.diagnosis)
+            case Do.PAY_FOR_START, _, _ if self._starts is not None:
+                self._starts.pay_for_restart()
             case _:
                 raise AssertionError(f"{command} cannot follow {done}, {event}")
+
+    def _raised(self, plan: states.Raise) -> BaseException:
+        """Return the error with which a call or a restart ends, and count a failure for which no retry was left."""
+        if plan.why is End.NO_RETRY:
+            self._budget.refuse()
+        elif plan.why is End.NO_START and self._starts is not None:
+            self._starts.refuse()
+        return plan.error or self._incident.error(plan.why, self._budget, self._starts)
+
+    def _record(self, kind: EventKind, done: states.State | None, state: states.State) -> None:
+        """Record an event in the history, after the wait of `done` and before that of `state`."""
+        lifecycle, incident, num_kept = self._lifecycle, self._incident, 0
+        cause, detail = incident.cause, ""
+        match done, state:
+            case _, states.Finished(states.Raise() as plan):
+                cause = incident.cause_of(plan.why, self._error, in_restart=plan.ends_restart)
+            case _, states.Finished(states.EndEarly(parts)):
+                cause = f"{len(parts)} of at least {lifecycle.scaling.min_workers} workers are left"
+            case states.Regrouping(states.Continue(expected=expected), members), _:
+                incident.lose(expected - members)
+                cause, detail = incident.cause, done.source.words
+            case _ if kind != "started":
+                detail = self._snapshots.restored_from()
+                num_kept = len(set(lifecycle.running.workers).intersection(incident.workers))
+        lifecycle.record(kind, 0 if kind == "started" else incident.size, incident.began, cause, detail, num_kept)
+        if isinstance(done, states.Launching | states.Restoring):
+            lifecycle.end_replacements()
+
+    def _abandon(self, abandon: states.Abandon) -> None:
+        """Note that the group is not changed in place, and why."""
+        match abandon.change:
+            case states.CopyInside():
+                logger.warning("no worker has the state of a completed step: %s", abandon.why)
+            case states.Evacuate():
+                logger.warning("the state that only workers have cannot be fetched: %s", abandon.why)
+            case states.Reuse():
+                logger.warning("no process can be reused, so new workers are started: %s", abandon.why)
+            case states.Continue(expected=expected):
+                self._incident.lose(expected - abandon.members)
+                self._incident.obstacles += [abandon.why] if abandon.members else []
 
     def _kill_joining(self, joining: Sequence[RemoteWorker]) -> None:
         for each in joining:
@@ -256,14 +364,127 @@ class Interpreter:
         group = self._lifecycle.running
         return group.on_replica(function, dict.fromkeys(range(len(group)), ()), on_wait=self._monitor.poll)
 
-    def _running(self, state: states.Running) -> states.Event | Completed:
-        return self._current.attempt(resumes=state.mode == "resume")
+    def _running(self, state: states.Running) -> Completed | states.Paused | states.CallFailed | states.CallRefused:
+        """Run the call from its start, or from where it was interrupted."""
+        lifecycle, monitor, snapshots, call = self._lifecycle, self._monitor, self._snapshots, self._call
+        resumes = state.mode == "resume"
+        lifecycle.check_active()
+        group = lifecycle.running
+        args = call.args_for(group.worlds)
+        snapshots.poll()
+        began, has_others, captures = lifecycle.now(), not group.is_driver_only, snapshots.is_due_after(call)
+        monitor.watch(call)
+        monitor.is_on = has_others
+
+        def on_wait() -> None:
+            monitor.poll()
+            if lifecycle.interrupted is not None:
+                lifecycle.check_active()
+            if call.on_wait is not None:
+                call.on_wait()
+
+        number = None if self._number is None else replace(self._number, is_resumed=resumes)
+        self._number = None if number is None else replace(number, attempt=number.attempt + 1)
+        self._was_sent = True
+        report = group.on_replica(
+            call.resume if resumes and call.resume is not None else call.function,
+            call.on_its_ranks(args),
+            capture=captures,
+            landed=snapshots.landed_token,
+            number=number,
+            on_wait=on_wait if has_others else call.on_wait,
+            by_line=call.is_short,
+        )
+        if not report.ok:
+            return self._failed(report)
+        values = [answer.value for answer in report.values]
+        # If some ranks stopped between two steps, the call is not complete, even if it has ended on other ranks.
+        if any(isinstance(value, HeldAtStep) for value in values):
+            return self._paused(report, values)
+        try:
+            call.check(values)
+        except BaseException as error:
+            self._note()
+            if not isinstance(error, RanksDifferError):
+                return states.CallRefused(End.INTERRUPTED, error)
+            snapshots.forget_calls()  # a restart repeats no call
+            return states.CallRefused(End.RANKS_DIFFER, error)
+        if call.is_kept:
+            snapshots.note_call(call, lifecycle.now() - began)
+        # A worker that repeats its reply to the last attempt may send a copy even if `captures` is False.
+        copies = [answer.capture for answer in report.values if answer.capture is not None]
+        if copies and (lifecycle.spec.captures or captures):
+            snapshots.take_captures(copies, group)
+            snapshots.pace.note_copy(max(copy.seconds for copy in copies))
+        return Completed(values)
+
+    def _paused(self, report: GroupReport, values: Sequence[Any]) -> states.Paused:
+        """Say why all ranks stopped between two steps: the call must end early, or workers leave or join."""
+        lifecycle, monitor, call = self._lifecycle, self._monitor, self._call
+        self._note(monitor.reason, report)
+        all_stopped = all(isinstance(each, HeldAtStep) for each in values)
+        is_planned = monitor.is_leaving or (all_stopped and all(each.is_planned for each in values))
+        must_end = all_stopped and (is_planned or (call.leaves is not None and call.leaves()))
+        if not must_end:
+            lifecycle.check_active()
+            monitor.go_on()
+        parts = [] if lifecycle.spec.runs_on and not must_end else [each.part for each in values]
+        return states.Paused(must_end, self._on_nodes(lifecycle.leaving_nodes_in_use()), parts)
+
+    def _on_nodes(self, nodes: frozenset[str]) -> states.Members:
+        """Return the workers on these nodes."""
+        group = self._lifecycle.running
+        return group.of_ranks(rank for rank, info in enumerate(group.infos) if info.node_id in nodes)
+
+    def _failed(self, report: GroupReport) -> states.CallFailed:
+        """Look into a failure: a rank was lost, or user code raised."""
+        lifecycle, call, diagnosis = self._lifecycle, self._call, classify(report)
+        lifecycle.check_active()
+        self._monitor.go_on()
+        incident = self._note("", report)
+        incident.diagnosis = diagnosis
+        answers = {
+            each.rank: each.value.value if isinstance(each, Answered) else each.failure for each in report.outcomes
+        }
+        incident.divergence = call.divergence(answers)
+        workers, failed = lifecycle.running.workers, [each for each in report.outcomes if isinstance(each, Failed)]
+        sizes = {workers[o.rank]: o.failure.largest_batch for o in failed if o.failure.largest_batch is not None}
+        if sizes and call.split is not None:
+            call.split(sizes)
+        incident.needs_refill = not incident.divergence and self._needs_refill(diagnosis)
+        if incident.needs_refill:
+            lifecycle.num_short = max(lifecycle.num_short, len(lifecycle.running))
+            self._shrank_at = None
+            logger.warning("%s; waiting for new workers", incident.cause)
+            lifecycle.start_standby()  # if survivors continued in place before, no new workers were started then
+        if diagnosis.kind == "disconnected" and not lifecycle.spec.keeps_survivors:
+            self._monitor.tell_stuck()
+        lifecycle.failures.renew_if_due(self._budget, can_continue=call.can_continue)
+        continues = lifecycle.failures.continues and call.can_continue and self._budget.num_retries
+        if diagnosis.kind == "disconnected" and self._budget.is_spent and not continues:
+            # No one looks for the ranks behind the lost connections later, so that the error could name them.
+            everyone = range(len(lifecycle.running))
+            incident.lost = set(everyone) - set(lifecycle.running.answering(everyone))
+        return states.CallFailed(
+            diagnosis.kind, bool(incident.divergence), report.all_answered, failed_alike(report), incident.needs_refill
+        )
+
+    def _needs_refill(self, diagnosis: Diagnosis) -> bool:
+        """Return True if survivors ran out of memory in their first step after the group shrank.
+
+        With fewer workers, each worker's part of the global batch is larger.
+        """
+        shrank_at = self._shrank_at
+        if shrank_at is None or not is_lack_of_memory(diagnosis):
+            return False
+        signs = self._lifecycle.running.ask_beside(sign_of_life, ranks=diagnosis.ranks)
+        return any(sign is not None and sign.step <= shrank_at for sign in signs.values())
 
     def _polling(self, state: states.Polling) -> states.Event:
-        report, current = self.ask_progress(), self._current
+        report = self.ask_progress()
         if not report.ok:
             is_resumed = state.why is states.Poll.RESUME
-            return current.failed(report) if is_resumed else states.CallFailed(classify(report).kind)
+            return self._failed(report) if is_resumed else states.CallFailed(classify(report).kind)
         return states.Polled(are_alike([answer.value for answer in report.values]))
 
     # ---- a change in place
@@ -276,20 +497,20 @@ class Interpreter:
         elif isinstance(change, CopyInside | Evacuate):
             if isinstance(change, Evacuate) and not change.num_copies:
                 self._monitor.watch()
-            settled = group.settle(self._current.report)
+            settled = group.settle(self._report)
             # A stuck rank may still finish a long step. A call that must end early asks it only if no other is left.
             with_stuck = {*settled, *group.stuck}
             ranks = set(settled) if settled and isinstance(change, CopyInside) else with_stuck
             answering = group.answering(sorted(ranks - group.gone))
             living = [rank for rank in answering if group.workers[rank] not in self._lifecycle.newcomers]
         else:
-            living = group.settle(self._current.report, self._monitor.tell_stuck)
+            living = group.settle(self._report, self._monitor.tell_stuck)
         if isinstance(change, Continue) and change.why is Trigger.FAILURE:
-            incident = self._current.incident
+            incident = self._incident
             incident.silent = set(group.silent)
             # If a rank had died, stuck ranks might just be slow.
             if group.stuck and incident.diagnosis is not None and incident.diagnosis.kind == "disconnected":
-                self._current.budget.note_hang()
+                self._budget.note_hang()
         if isinstance(change, Reuse) and not (living and self._spec.renews):
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
         if isinstance(change, Continue | Reuse):
@@ -386,7 +607,7 @@ class Interpreter:
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
     def _regrouping(self, state: states.Regrouping) -> states.Formed | states.Lost | states.UserRaised:
-        lifecycle, group, current = self._lifecycle, self._lifecycle.running, self._current
+        lifecycle, group = self._lifecycle, self._lifecycle.running
         change, reports, source = state.change, state.reports, state.reports.index(state.source)
         if isinstance(change, CopyInside | Evacuate):
             self._keep_only(state.members)
@@ -396,12 +617,12 @@ class Interpreter:
         takers_of_state = (*(places[each] for each in takers(reports, source)), *places[len(staying) :])
         handover = StateHandover(places[source], takers_of_state)
         if isinstance(change, Continue):
-            parts = zip(change.parts, current.incident.workers, strict=False)
+            parts = zip(change.parts, self._incident.workers, strict=False)
             orphans = tuple(part.progress for part, worker in parts if worker not in change.expected)
             handover = replace(handover, orphans=orphans)
         newcomers = lifecycle.newcomers
         newcomers.update(joining)
-        current.report = report = group.regroup(staying, joining, handover, self._monitor.poll, places)
+        self._report = report = group.regroup(staying, joining, handover, self._monitor.poll, places)
         newcomers.difference_update(group.workers[outcome.rank] for outcome in report.outcomes if outcome.ok)
         if report.ok:
             lifecycle.keep_facts(list(report.values))
@@ -410,9 +631,9 @@ class Interpreter:
                 is_smaller = change.why is Trigger.FAILURE and len(group) < self._scaling.max_workers
                 if change.why is not Trigger.SPLIT:  # even batches of one sample may lack memory in the smaller group
                     minds_memory = is_smaller and lifecycle.resizing.minds_memory
-                    current.shrank_at = state.source.position if minds_memory else None
+                    self._shrank_at = state.source.position if minds_memory else None
                 lifecycle.owes_spares = True
-            return states.Formed(current.incident.infos[:1] != group.infos[:1])
+            return states.Formed(self._incident.infos[:1] != group.infos[:1])
         diagnosis = classify(report)
         what = f"could not form a new group: {words(diagnosis)}"
         logger.warning("%s", what)
@@ -425,7 +646,7 @@ class Interpreter:
     # ---- the state goes to the driver
 
     def _capturing(self, state: states.Capturing) -> states.Captured | states.NotDone:
-        self._current.report = report = self._on_all(method_of(RegroupingReplica.capture_here))
+        self._report = report = self._on_all(method_of(RegroupingReplica.capture_here))
         if not report.ok:
             return states.NotDone()
         parts = [answer.value for answer in report.values]
@@ -437,7 +658,7 @@ class Interpreter:
         if snapshots.shares_current:
             return states.Done()
         is_paused = isinstance(state, states.AwaitingSnapshot) and isinstance(state.plan, states.EndEarly)
-        self._current.num_lost_copies += is_paused
+        self._num_lost_copies += is_paused
         return states.NotDone()
 
     def _awaiting_briefly(self, state: states.AwaitingBriefly) -> states.Event:
@@ -457,9 +678,9 @@ class Interpreter:
         return self._rebuilt(report, on_wait, "form a new group")
 
     def _replacing(self, state: states.Replacing) -> states.Done | states.NotDone:
-        assert self._current.report is not None, "a restore has failed"
+        assert self._report is not None, "a restore has failed"
         on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
-        return self._rebuilt(self._current.report, on_wait, "restore the state")
+        return self._rebuilt(self._report, on_wait, "restore the state")
 
     def _rebuilt(self, report: GroupReport, on_wait: Callable[[], None], what: str) -> states.Done | states.NotDone:
         report = self._lifecycle.without_lost(report, self._lifecycle.running, on_wait)
@@ -472,7 +693,7 @@ class Interpreter:
     def _scheduling(self, state: states.Scheduling) -> states.Room:
         if state.plan.needs_all:
             return states.Room(self._scaling.max_workers, self._spec.num_spares)
-        found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._current.incident.cause)
+        found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._incident.cause)
         return states.Room(*found)
 
     def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.Room:
@@ -497,7 +718,7 @@ class Interpreter:
     def _restoring(self, state: states.Restoring) -> states.Done | states.NotDone:
         # Also watch the repeated calls, which may hang, too.
         on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
-        self._current.report = report = self._snapshots.restore(self._lifecycle.running, on_wait)
+        self._report = report = self._snapshots.restore(self._lifecycle.running, on_wait)
         if report.ok:
             self._lifecycle.newcomers.clear()
             return states.Done()
