@@ -163,7 +163,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
         with saving(target) as file:
             yield _FullFile(file, after_bytes, failure) if os.fspath(target) in targets else file
 
-    with mock.patch.object(writing, "saving", failing), mock.patch.object(trainer, "save", noting):
+    with mock.patch.object(files, "saving", failing), mock.patch.object(trainer, "save", noting):
         try:
             yield
         finally:

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.shared.types import Answered, Failed, FailureKind, Outcome, Unanswered
+from raysgd.core.engine.shared.types import Failed, FailureKind, Outcome, Unanswered
 from raysgd.core.engine.worker import LocalCall
 from raysgd.exceptions import OnFailure
 
@@ -151,12 +151,32 @@ class Listener:
         Args:
             on_wait: Called regularly during the wait, until the first failure.
         """
-        if not self._references:
-            return {}
-        values = self._wait_for_all_or_first_failure(on_wait)
-        if values is not None:
-            return {rank: Answered(rank, value) for rank, value in zip(self._references, values, strict=True)}
-        return self._look_closer()
+        outcomes: dict[int, Outcome] = {rank: Unanswered(rank) for rank in self._references}
+        waiting = {reference: rank for rank, reference in self._references.items()}
+        is_beside_local = threading.current_thread() is not threading.main_thread()
+        pause_s = max(_POLL_S, _POLL_S_EACH * len(waiting)) if on_wait or is_beside_local else None
+        own_time = OwnTime(self._platform.now) if self._is_stopped else None  # since the first failure
+        while waiting and (own_time is None or self.left_s(outcomes) >= _TICK_S):
+            if own_time is not None:
+                pause_s = min(self.left_s(outcomes), _POLL_S)
+            done = self._platform.any_ready(list(waiting), pause_s)
+            found = [self._platform.outcome(waiting[reference], reference) for reference in done]
+            outcomes |= {outcome.rank: outcome for outcome in found}
+            waiting = {reference: rank for reference, rank in waiting.items() if not outcomes[rank].answered}
+            if own_time is not None and pause_s is not None:
+                self._listened_s = own_time.look(pause_s)
+                if found:
+                    self._last_answer_s = self._listened_s
+            elif self._is_stopped or any(isinstance(outcome, Failed) for outcome in found):
+                self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
+            elif not found and on_wait is not None:
+                self._is_in_on_wait = True  # set before reading `_is_stopped`: `stop` sets that flag, then reads this
+                try:
+                    if not self._is_stopped:
+                        on_wait()
+                finally:
+                    self._is_in_on_wait = False
+        return outcomes
 
     def listen_beside(
         self,
@@ -218,46 +238,6 @@ class Listener:
         with OnFailure(self.stop):
             join()
         return {**outcomes, **answers}
-
-    def _wait_for_all_or_first_failure(self, on_wait: Callable[[], None] | None) -> list[Any] | None:
-        pause_s = None
-        is_beside_local = threading.current_thread() is not threading.main_thread()
-        if on_wait or is_beside_local:
-            pause_s = max(_POLL_S, _POLL_S_EACH * len(self._references))
-        waiting = {reference: rank for rank, reference in self._references.items()}
-        values: dict[int, Any] = {}
-        while waiting and not self._is_stopped:
-            done = self._platform.any_ready(list(waiting), pause_s)
-            if not done and on_wait is not None:
-                self._is_in_on_wait = True  # set before reading `_is_stopped`: `stop` sets that flag, then reads this
-                try:
-                    if not self._is_stopped:
-                        on_wait()
-                finally:
-                    self._is_in_on_wait = False
-            for reference in done:
-                outcome = self._platform.outcome(waiting[reference], reference)
-                if isinstance(outcome, Failed):
-                    return None
-                if isinstance(outcome, Answered):
-                    values[waiting.pop(reference)] = outcome.value
-        return None if waiting else [values[rank] for rank in self._references]
-
-    def _look_closer(self) -> dict[int, Outcome]:
-        """After a failure, wait a while for further answers (see `grace_s`). Return the outcomes by rank."""
-        self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
-        outcomes = {rank: self._platform.outcome(rank, reference) for rank, reference in self._references.items()}
-        while waiting := {self._references[rank]: rank for rank, outcome in outcomes.items() if not outcome.answered}:
-            pause_s = min(self.left_s(outcomes), _POLL_S)
-            if pause_s < _TICK_S:
-                break
-            answered = self._platform.any_ready(list(waiting), pause_s)
-            for reference in answered:
-                outcomes[waiting[reference]] = self._platform.outcome(waiting[reference], reference)
-            self._listened_s = own_time.look(pause_s)
-            if answered:
-                self._last_answer_s = self._listened_s
-        return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
         """Return how many more seconds to wait for ranks that have not answered.
@@ -321,8 +301,8 @@ def roll_call(
     return outcomes
 
 
-def await_all(platform: Platform, references: Collection[Reference], timeout_s: float) -> None:
-    """Wait up to `timeout_s` until all of the given remote calls have ended.
+def await_all(platform: Platform, references: Collection[Reference], timeout_s: float) -> bool:
+    """Wait up to `timeout_s` until all of the given remote calls have ended. Return False if some have not.
 
     Time during which this process was stalled does not count towards the timeout.
 
@@ -332,9 +312,10 @@ def await_all(platform: Platform, references: Collection[Reference], timeout_s: 
         timeout_s: Longest time to wait, in seconds.
     """
     own_time = OwnTime(platform.now)
-    while own_time.look() < timeout_s:
-        if len(platform.ready(references, _POLL_S)) == len(references):
-            return
+    while len(platform.ready(references, _POLL_S)) < len(references):
+        if own_time.look() >= timeout_s:
+            return False
+    return True
 
 
 KeyT = TypeVar("KeyT")

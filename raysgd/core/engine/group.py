@@ -16,7 +16,7 @@ from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.cluster.ray_cluster import note_processes
 from raysgd.core.engine import ranks as rank_rules
-from raysgd.core.engine.gathering import Listener, OwnTime, await_all, quiet_s, roll_call
+from raysgd.core.engine.gathering import Listener, await_all, quiet_s, roll_call
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import Diagnosis, LostNodes, emptied_nodes
@@ -51,7 +51,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LATE_S = 2.0  # how long `ask_beside` waits for answers by default
-_POLL_S = 0.1
 _STUCK_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -472,17 +471,12 @@ class WorkerGroup:
             tell_stuck: Called once if a call takes long to finish.
         """
         platform, timeout_s = self._platform, self._spec.settle_timeout_s
-        own_time, has_told = OwnTime(platform.now), False
-        while calls and (waited_s := own_time.look()) < timeout_s:
-            if len(platform.ready(calls.values(), _POLL_S)) == len(calls):
-                break
-            if not has_told and waited_s > min(_STUCK_S, timeout_s / 2):
-                tell_stuck()
-                has_told = True
+        patience_s = min(_STUCK_S, timeout_s / 2)
+        if calls and not await_all(platform, calls.values(), patience_s):
+            tell_stuck()
+            await_all(platform, calls.values(), timeout_s - patience_s)
         outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
         self.stuck = {outcome.rank for outcome in outcomes if not outcome.answered}
-        if self.stuck and not has_told:  # if the driver stalled, the loop may have ended before it called `tell_stuck`
-            tell_stuck()
         return self.stuck | {outcome.rank for outcome in outcomes if outcome.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Reference]:
@@ -554,7 +548,8 @@ class WorkerGroup:
             A report with what each replica's `regroup` returned, or a report with the failure. After a failure, the
             group cannot run calls until it is formed again.
         """
-        self._give_places(survivors, joining, places)
+        workers = [*(self.workers[rank] for rank in survivors), *joining]
+        self.give_ranks(rank_rules.in_places(workers, places))
         handover = handover.by_node(self.worlds)
         to_new, new = replace(handover, make_replica=self._spec.make_replica), set(joining)
         handovers = [(to_new if worker in new else handover,) for worker in self.workers]
@@ -580,14 +575,8 @@ class WorkerGroup:
             A report with what each replica's `setup` returned, or a report with the failure. After a failure, the group
             cannot run calls until it is formed again.
         """
-        self._give_places(survivors, joining)
+        self.give_ranks([*(self.workers[rank] for rank in survivors), *joining])
         return self._build(on_wait, captures=captures)
-
-    def _give_places(
-        self, survivors: Sequence[int], joining: Sequence[RemoteWorker], places: Sequence[int] = ()
-    ) -> None:
-        workers = [*(self.workers[rank] for rank in survivors), *joining]
-        self.give_ranks(rank_rules.in_places(workers, places))
 
     # ------------------------------------------------------------------------------------------------- end
 
