@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.core.engine.recovery.states import Known
+from raysgd.core.engine.recovery.machine import Known
 from raysgd.core.engine.shared.interface import GroupSpec
 from tests.helpers.fakes import CountingReplica, NullConnection
 

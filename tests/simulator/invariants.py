@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raysgd.core.engine.group import GroupHooks
 from raysgd.core.engine.policies import Diagnosis, RetryBudget, classify
-from raysgd.core.engine.recovery.states import Capturing
+from raysgd.core.engine.recovery.machine import Capturing
 from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.engine.shared.types import GroupReport, StateHandover
 from tests.simulator.platform import SimReservation

@@ -16,9 +16,9 @@ from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.policies import RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery import interpreter, machine, states
+from raysgd.core.engine.recovery import interpreter, machine
 from raysgd.core.engine.recovery.interpreter import Interpreter
-from raysgd.core.engine.recovery.states import Do, Done, End, Finished, Known, Lost, Raise, Running, Transition
+from raysgd.core.engine.recovery.machine import Do, Done, End, Finished, Known, Lost, Raise, Running, Transition
 from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
@@ -570,16 +570,16 @@ MUTATIONS = (
     Mutation("retries are always spent", Interpreter, "_known", _sees(num_left=0), (1,)),
     Mutation("a rejoin that led nowhere is tried again", Known, "obstacle_to_continuing", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", states, "choose_source", _source(lambda r: r.position), (38,)
+        "the least advanced survivor is the source", machine, "choose_source", _source(lambda r: r.position), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        states,
+        machine,
         "choose_source",
         _source(lambda r: r.can_be_source),
         (38,),
     ),
-    Mutation("the last survivor is the source", states, "choose_source", _last_source, (120,)),
+    Mutation("the last survivor is the source", machine, "choose_source", _last_source, (120,)),
     Mutation("survivors keep their own states", interpreter, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),

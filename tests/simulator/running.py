@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.lifecycle import Clock
 from raysgd.core.engine.policies import ElasticRules, FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import StateHandover, World
@@ -109,7 +108,9 @@ class Simulation:
             ScalingPolicy(schedule.num_workers, schedule.min_workers, num_local=num_local, **self._scaling),
             FailurePolicy(schedule.continues),
             make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
-            clock=Clock(lambda: kernel.now, self._sleep, lambda: Condition(kernel)),
+            now=lambda: kernel.now,
+            wait=self._sleep,
+            make_condition=lambda: Condition(kernel),
             **options,
         )
         self.transitions.follow(controller)

@@ -424,7 +424,7 @@ STORIES = {
     "a rank dies while the program ends": Story(
         at_end(calling(noting())),
         faults=dies(1, point="note"),
-        ends="WorkersLostError (about to end); ended 3-0; spent 1; kept 0, made 0; 0 steps and 0 notes; ran 3",
+        ends="WorkersLostError (about to end); ended 3-0; spent 0; kept 0, made 0; 0 steps and 0 notes; ran 3",
     ),
     "no worker starts while the program ends": Story(
         without_group(at_end(calling(noting()))),
@@ -513,13 +513,13 @@ STORIES = {
         only_in_workers(calling(noting(captures=True))),
         {},
         dies(1, point="note"),
-        ends="WorkersLostError (cannot be repeated); lost 3-0; spent 1; kept 0, made 0; 0 steps and 1 notes; ran 3",
+        ends="WorkersLostError (cannot be repeated); lost 3-0; spent 0; kept 0, made 0; 0 steps and 1 notes; ran 3",
     ),
     "the copies of the only state are lost": Story(
         only_in_workers(losing_copies(9, calling(noting(captures=True)))),
         {"is_large": True},
         dies(1, point="note"),
-        ends="WorkersLostError (cannot be repeated); lost 3-0; spent 1; kept 0, made 0; WorkersLostError (lost with the workers); ran 3",
+        ends="WorkersLostError (cannot be repeated); lost 3-0; spent 0; kept 0, made 0; WorkersLostError (lost with the workers); ran 3",
     ),
     "the copies of a call that must end early are lost": Story(
         losing_copies(9, calling(LEAVES)),
@@ -585,14 +585,14 @@ STORIES = {
         {},
         dies(1, point="note"),
         ((WorkerGroup, "settle", raising(KeyboardInterrupt)),),
-        ends="KeyboardInterrupt; ended 3-0; spent 1; kept 0, made 0; 0 steps and 1 notes; ran 3",
+        ends="KeyboardInterrupt; ended 3-0; spent 0; kept 0, made 0; 0 steps and 1 notes; ran 3",
     ),
     "Ctrl-C comes again while the only state is fetched": Story(
         only_in_workers(calling(noting(captures=True))),
         {},
         dies(1, point="note"),
         ((WorkerGroup, "settle", raising(KeyboardInterrupt, 1, 2)),),
-        ends="KeyboardInterrupt; spent 1; kept 3, made 0; 0 steps and 1 notes; ran 3",
+        ends="KeyboardInterrupt; spent 0; kept 3, made 0; 0 steps and 1 notes; ran 3",
     ),
     "Ctrl-C comes while survivors leave their group": Story(
         calling(training()),
@@ -644,7 +644,7 @@ STORIES = {
         {"is_large": True, "copy_s": 1.0},
         dies(1, point="note"),
         ((Snapshots, "poll", interrupting_polls),),
-        ends="KeyboardInterrupt; ended 3-0; spent 1; kept 0, made 0; 0 steps and 1 notes; ran 3",
+        ends="KeyboardInterrupt; ended 3-0; spent 0; kept 0, made 0; 0 steps and 1 notes; ran 3",
     ),
     "each rank raises another error": Story(
         calling(noting()),
@@ -775,7 +775,7 @@ STORIES = {
             (WorkerGroup, "settle", raising(KeyboardInterrupt)),
             (Interpreter, "_on_all", raising(KeyboardInterrupt)),
         ),
-        ends="KeyboardInterrupt; spent 1; kept 2, made 0; 0 steps and 1 notes; ran 3",
+        ends="KeyboardInterrupt; spent 0; kept 2, made 0; 0 steps and 1 notes; ran 3",
     ),
     "another worker joins": Story(
         calling(training()),
@@ -955,7 +955,7 @@ STORIES = {
         at_end(calling(training())),
         {"snapshot_every": 1, "continues": False},
         dies(20),
-        ends="WorkersLostError (about to end); ended 3-0; spent 1; kept 0, made 0; 5 steps and 0 notes, from inside; ran 20",
+        ends="WorkersLostError (about to end); ended 3-0; spent 0; kept 0, made 0; 5 steps and 0 notes, from inside; ran 20",
     ),
 }
 """Stories by name. The rows that they visit, seeds visit seldom or never."""

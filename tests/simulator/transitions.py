@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.recovery.states import (
+from raysgd.core.engine.recovery.machine import (
     Abandon,
     CopyInside,
     Do,

@@ -25,7 +25,7 @@ from raysgd.core.engine.policies import RetryBudget, classify
 from raysgd.core.engine.recovery import interpreter
 from raysgd.core.engine.recovery.incident import LOST_ON_ITS_WAY
 from raysgd.core.engine.recovery.interpreter import Interpreter
-from raysgd.core.engine.recovery.states import NUM_COPIES
+from raysgd.core.engine.recovery.machine import NUM_COPIES
 from raysgd.core.engine.shared.interface import Call, Completed, Left
 from raysgd.core.engine.shared.types import Failed
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
@@ -74,7 +74,7 @@ class Turns:
         self._controller = controller
         self._line: list[PlaceInLine] = []
         self._running: PlaceInLine | None = None  # the head of the queue, while its thread uses the worker group
-        self._changes = controller.clock.make_condition()  # guards both
+        self._changes = controller.make_condition()  # guards both
         self._closed = threading.local()
 
     @contextmanager
@@ -152,7 +152,8 @@ class Turns:
                 if controller.stopped.is_set():
                     controller.stop_group(force=True)
         finally:
-            self.give_up(own)
+            with OnFailure(lambda: self.give_up(own)):  # also if Ctrl-C comes while the position is released
+                self.give_up(own)
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
@@ -179,24 +180,17 @@ class Turns:
                 if self._controller.interrupted is not None:
                     self._controller.end_interrupt()
 
-    def interrupt_call(self, place: PlaceInLine) -> None:
-        """Interrupt the queued or running call for which `place` was reserved, as Ctrl-C would.
+    def interrupt(self, place: PlaceInLine | None = None) -> None:
+        """Interrupt a call, queued or running, as Ctrl-C would. Call this from a thread that does not run the call.
 
-        Call this from a thread other than the one that runs the call.
+        Args:
+            place: The position that was reserved for the call. Default: that of the running call, if any.
         """
         with self._changes:
-            place.is_interrupted = True
-            self._changes.notify_all()
-            if self._running is not None and self._running.thread == place.thread:
-                self._controller.interrupt_thread(place.thread)
-
-    def interrupt_running(self) -> None:
-        """Interrupt the running call, if any, as Ctrl-C would.
-
-        Call this from a thread other than the one that runs the call.
-        """
-        with self._changes:
-            if self._running is not None:
+            if place is not None:
+                place.is_interrupted = True
+                self._changes.notify_all()
+            if self._running is not None and (place is None or place.thread == self._running.thread):
                 self._controller.interrupt_thread(self._running.thread)
 
     def stop(self, force: bool) -> None:

@@ -48,29 +48,12 @@ logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
 RELEASE_S = 60.0  # longest wait until Ray has released a reservation
-# Replacements per worker while a group starts, shared by all workers. A start has the same number of retries.
-_REPLACEMENTS = START_ATTEMPTS - 1
 SETTLE_S = 1.0  # Ray's view of free resources lags by a few hundred milliseconds
 _RETURN_S = 10.0  # on a busy machine, it takes seconds until a removed placement group has freed its resources
 # Timeout for reserving free resources: Ray grants them at once unless another program took them.
 _GROWTH_RESERVATION_S = 1.0
 _SUSPICION_S = 60.0
 _HEAD_S = 0.5
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The engine's clock, sleep and lock. Tests replace them.
-
-    Attributes:
-        monotonic: Returns seconds of a monotonic clock.
-        sleep: Sleeps for a number of seconds. Default: a sleep that ends early if the trainer is stopped.
-        make_condition: Creates a condition variable, with a reentrant lock, for the driver's threads.
-    """
-
-    monotonic: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], object] | None = None
-    make_condition: Callable[[], threading.Condition] = threading.Condition
 
 
 @dataclass(eq=False, repr=False)
@@ -85,7 +68,9 @@ class Lifecycle(ABC):
         failures: Policy that says which failures are retried.
         make_group: Creates a group without starting it.
         view: Returns the state of the cluster.
-        clock: The clock, sleep and lock.
+        now: Returns the time of the engine's monotonic clock, in seconds.
+        wait: Waits for a number of seconds. Default: a wait that ends early if the trainer is stopped.
+        make_condition: Creates a condition variable, with a reentrant lock, for the driver's threads.
         rules: How the group responds to changes of the cluster.
         start_budget: Retries for workers that die while a group starts. None to limit only how often a start is
             attempted: `num_attempts` of the scaling policy.
@@ -95,12 +80,12 @@ class Lifecycle(ABC):
         history: The events of the trainer's worker groups.
         facts: What the replicas' `setup` returned, by rank.
         stopped: Set once the trainer is stopped. No group is started after that.
-        now: Returns the time of the engine's monotonic clock, in seconds.
         interrupted: ID of the thread whose call was interrupted and must end. None if no call was interrupted.
         gives_state_up: True if training state that existed only in the workers could not be fetched and is lost.
         owes_spares: True if starting missing spare workers was postponed, because a starting process slows down other
             workers on its node.
         num_short: Largest group size at which memory ran out.
+        replacements: Replacements for workers that die during the next start, in all its attempts together.
         newcomers: Workers that joined a group but may not have received the training state, because forming the group
             failed.
     """
@@ -110,21 +95,22 @@ class Lifecycle(ABC):
     failures: FailurePolicy = field(default_factory=FailurePolicy)
     make_group: Callable[[GroupSpec, int], WorkerGroup] = WorkerGroup
     view: Callable[[], ClusterView] = cluster_view
-    clock: Clock = Clock()
+    now: Callable[[], float] = time.monotonic
+    wait: Callable[[float], object] | None = None
+    make_condition: Callable[[], threading.Condition] = threading.Condition
     rules: ElasticRules = field(default_factory=ElasticRules)
     start_budget: RetryBudget | None = None
     hooks: GroupHooks = field(default_factory=GroupHooks)
 
     def __post_init__(self) -> None:
         self.stopped = threading.Event()
-        self.now = self.clock.monotonic
         self.snapshots = Snapshots(self.spec, self.now, self.is_cut_off)
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
         self._session: Any = None  # the workers' Ray session; None if the driver is the only worker
         self.facts: list[Any] = []
-        self._replacements = Replacements()
+        self.replacements = Replacements()
         self.owes_spares = False
         self.num_short = 0
         self._suspected: dict[str, float] = {}
@@ -199,7 +185,7 @@ class Lifecycle(ABC):
 
         See `check_active`.
         """
-        (self.clock.sleep or self.stopped.wait)(seconds)
+        (self.wait or self.stopped.wait)(seconds)
         self.check_active()
 
     def check_not_ending(self, cause: str) -> None:
@@ -269,7 +255,7 @@ class Lifecycle(ABC):
             ReservationTimeoutError: The resources were not granted in time.
         """
         group = self._starting = self.make_group(self.spec, num_workers)
-        group.num_spares, group.standby.replacements = num_spares, self._replacements
+        group.num_spares, group.standby.replacements = num_spares, self.replacements
         # Number of workers that must survive the start. None means all: without `keeps_processes`, the group cannot
         # change later.
         num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
@@ -352,15 +338,6 @@ class Lifecycle(ABC):
                 break
             report = group.renew(survivors, joining, on_wait, captures=captures)
         return report
-
-    def allow_replacements(self) -> None:
-        """Set the number of replacements for workers that die during the next start, in all its attempts together."""
-        num_allowed = _REPLACEMENTS * self.scaling.max_workers
-        self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
-
-    def end_replacements(self) -> None:
-        """Allow no more replacements for workers that die during a start. Called when the start is over."""
-        self._replacements.num_left = 0
 
     # ------------------------------------------------------------------------------------- room in the cluster
 

@@ -44,9 +44,6 @@ class Monitor:
 
     Args:
         lifecycle: Holds the worker group.
-        is_of_restore: True if the monitor watches only the restore of a snapshot and the repeated calls that follow. It
-            then takes no snapshots, because a snapshot counts as covering all of these calls. A restart from such a
-            snapshot would skip the calls that had not been repeated yet.
 
     Attributes:
         is_on: True while a call or a change to the group is watched. Callers set it to False once nothing runs.
@@ -57,17 +54,24 @@ class Monitor:
             an error. May be None. If the driver is the only worker, it is called only after errors.
     """
 
-    def __init__(self, lifecycle: Lifecycle, *, is_of_restore: bool = False) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle, self._snapshots = lifecycle, lifecycle.snapshots
-        self._is_of_restore = is_of_restore
         self._num_holds = 0  # number of the last proposal to stop at a step
         self._once = Once()
         self.observer: Callable[[], None] | None = None
         self.watch()
-        self.is_on = is_of_restore
+        self.is_on = False
 
-    def watch(self, call: Call | None = None) -> None:
-        """Start watching a call. If `call` is None, start watching a group that changes or waits between calls."""
+    def watch(self, call: Call | None = None, *, is_of_restore: bool = False) -> None:
+        """Start watching a call. If `call` is None, start watching a group that changes or waits between calls.
+
+        Args:
+            call: The call.
+            is_of_restore: True to watch the restore of a snapshot and the repeated calls that follow. No snapshots are
+                then taken, because a snapshot counts as covering all of these calls. A restart from such a snapshot
+                would skip the calls that had not been repeated yet.
+        """
+        self._is_of_restore = is_of_restore
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
         self._divergence = None if call is None else call.divergence

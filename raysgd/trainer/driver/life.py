@@ -288,7 +288,7 @@ def begin_in_background(
     else:
         with OnFailure(partial(turns.give_up, place)):
             future = controller.threads.start(run, "raysgd-call")
-    return BackgroundCall(future, partial(turns.interrupt_call, place))
+    return BackgroundCall(future, partial(turns.interrupt, place))
 
 
 class Figures:
@@ -491,7 +491,7 @@ class TrainerLife:
         If the driver is the only worker, do nothing.
         """
         if not self.group_settings.is_driver_only:
-            self.controller.turns.interrupt_running()
+            self.controller.turns.interrupt()
 
     @property
     def facts(self) -> RunnerFacts:

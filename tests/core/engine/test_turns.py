@@ -11,7 +11,6 @@ import pytest
 
 from raysgd.core.cluster.ray_cluster import RayThreads
 from raysgd.core.engine.controller import PlaceInLine, Turns
-from raysgd.core.engine.lifecycle import Clock
 from raysgd.exceptions import TrainerShutdownError
 from raysgd.trainer.driver.life import begin_in_background
 
@@ -23,7 +22,7 @@ class Lifecycle:
         self.stopped = threading.Event()
         self.interrupted: int | None = None
         self.num_killed = 0
-        self.clock = Clock()
+        self.make_condition = threading.Condition
 
     def check_active(self, during: Exception | None = None) -> None:
         if self.interrupted == threading.get_ident():
@@ -97,7 +96,7 @@ def test_a_call_that_runs_is_interrupted_and_the_next_one_follows(line: Line) ->
 
     running = line.call("running", place, body)
     assert is_inside.wait(30)
-    line.turns.interrupt_call(place)
+    line.turns.interrupt(place)
     goes_on.set()
     assert isinstance(running.exception(30), KeyboardInterrupt)
     line.call("next", next_place).result(30)
@@ -121,9 +120,9 @@ def test_an_interrupt_at_the_end_of_a_call_is_not_left_for_the_next_one(line: Li
     running = line.call("running", place, body)
     assert is_inside.wait(30)
     if way == "its place":
-        line.turns.interrupt_call(place)
+        line.turns.interrupt(place)
     else:
-        line.turns.interrupt_running()
+        line.turns.interrupt()
     running.result(30)
     assert line.lifecycle.interrupted is None
 
@@ -138,7 +137,7 @@ def test_what_fails_because_of_an_interrupt_counts_as_one(line: Line) -> None:
 
     running = line.call("running", place, body)
     assert is_inside.wait(30)
-    line.turns.interrupt_call(place)
+    line.turns.interrupt(place)
     goes_on.set()
     assert isinstance(running.exception(30), KeyboardInterrupt)
 
@@ -146,7 +145,7 @@ def test_what_fails_because_of_an_interrupt_counts_as_one(line: Line) -> None:
 def test_a_call_that_waits_is_interrupted_without_harm_to_the_one_that_runs(line: Line) -> None:
     first, second = line.turns.reserve(), line.turns.reserve()
     waiting = line.call("second", second)
-    line.turns.interrupt_call(second)
+    line.turns.interrupt(second)
     assert isinstance(waiting.exception(30), KeyboardInterrupt)
     line.call("first", first).result(30)
     assert (line.ended, line.lifecycle.num_killed) == (["first"], 0)

@@ -12,8 +12,7 @@ import pytest
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.air.session import TrialFacts
 from raysgd.core.engine.policies import RetryBudget
-from raysgd.core.engine.recovery.machine import transition
-from raysgd.core.engine.recovery.states import CallFailed, Do, Running
+from raysgd.core.engine.recovery.machine import CallFailed, Do, Running, transition
 from raysgd.core.engine.shared.types import FailureKind
 from raysgd.train._function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType

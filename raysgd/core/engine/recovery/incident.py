@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd.core.engine.lifecycle import Lifecycle
 from raysgd.core.engine.policies import LOOK_AT_RAYS_LOG, Diagnosis, RetryBudget, words
-from raysgd.core.engine.recovery.states import NUM_COPIES, End, Members
+from raysgd.core.engine.recovery.machine import NUM_COPIES, End, Members
 from raysgd.core.engine.shared.types import WorkerInfo
 from raysgd.core.text.log_lines import named
 from raysgd.core.worker_errors import worker_error

@@ -27,11 +27,12 @@ from raysgd.core.engine.policies import (
     takers,
     words,
 )
-from raysgd.core.engine.recovery import machine, states
+from raysgd.core.engine.recovery import machine
 from raysgd.core.engine.recovery.incident import Incident
-from raysgd.core.engine.recovery.states import Continue, CopyInside, Do, End, Evacuate, Reuse, Trigger
+from raysgd.core.engine.recovery.machine import Continue, CopyInside, Do, End, Evacuate, Reuse, Trigger
 from raysgd.core.engine.shared.interface import (
     Call,
+    Capture,
     Completed,
     EventKind,
     GroupSpec,
@@ -46,10 +47,8 @@ from raysgd.core.engine.transfers import LostPartError
 from raysgd.core.engine.worker import RemoteWorker
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import (
-    OnFailure,
     RanksDifferError,
     ReservationTimeoutError,
-    UnpicklableError,
     WorkersLostError,
 )
 
@@ -59,6 +58,8 @@ logger = logging.getLogger(__name__)
 STANDBY_WAIT_S = 30.0
 _RESERVATION_S = 10.0  # how long to wait for resources that were free a moment ago
 _IN_THE_WAY_S = 5.0  # if this program's other trainers hold the resources: they rarely release them
+# Replacements per worker while a group starts, shared by all workers. A start has the same number of retries.
+_REPLACEMENTS = START_ATTEMPTS - 1
 _NO_CALL = Call(nothing)
 _AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example to save it to a file
 
@@ -77,24 +78,24 @@ class Interpreter:
     def __init__(self, lifecycle: Lifecycle, monitor: Monitor) -> None:
         self._lifecycle, self._monitor = lifecycle, monitor
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
-        self._waits: dict[type[states.State], Callable[[Any], states.Event | Completed]] = {
-            states.Running: self._running,
-            states.Polling: self._polling,
-            states.Settling: self._settling,
-            states.TearingDown: self._tearing_down,
-            states.FillingUp: self._filling_up,
-            states.Regrouping: self._regrouping,
-            states.Capturing: self._capturing,
-            states.AwaitingSnapshot: self._awaiting_snapshot,
-            states.AwaitingCopy: self._awaiting_snapshot,
-            states.AwaitingBriefly: self._awaiting_briefly,
-            states.Rebuilding: self._rebuilding,
-            states.Replacing: self._replacing,
-            states.Scheduling: self._scheduling,
-            states.Launching: self._launching,
-            states.Restoring: self._restoring,
+        self._waits: dict[type[machine.State], Callable[[Any], machine.Event | Completed]] = {
+            machine.Running: self._running,
+            machine.Polling: self._polling,
+            machine.Settling: self._settling,
+            machine.TearingDown: self._tearing_down,
+            machine.FillingUp: self._filling_up,
+            machine.Regrouping: self._regrouping,
+            machine.Capturing: self._capturing,
+            machine.AwaitingSnapshot: self._awaiting_snapshot,
+            machine.AwaitingCopy: self._awaiting_snapshot,
+            machine.AwaitingBriefly: self._awaiting_briefly,
+            machine.Rebuilding: self._rebuilding,
+            machine.Replacing: self._replacing,
+            machine.Scheduling: self._scheduling,
+            machine.Launching: self._launching,
+            machine.Restoring: self._restoring,
         }
-        self.state: states.State | None = None
+        self.state: machine.State | None = None
         self._begin()
 
     def _begin(
@@ -112,17 +113,20 @@ class Interpreter:
         # Position in the call at which survivors continued in a smaller group, with more samples per worker.
         self._shrank_at: int | None = None
         self._error: BaseException | None = None  # with which the call ends, if it fails
+        self._joining: list[RemoteWorker] = []  # standby workers that were taken for the next group
+        self._until: float | None = None  # until when others are awaited for it, on the engine's clock
         self._note(reason)
 
     def _note(self, reason: str = "", report: GroupReport | None = None) -> Incident:
         """Record that something has befallen the group. `report` is of the ranks' call; None if it may still run."""
         self._incident, self._report = Incident(self._lifecycle, reason), report
+        self._parts: list[Capture] = []  # of the snapshot that the ranks have copied since
         return self._incident
 
     @property
     def doing(self) -> str:
         """Name of the state of the running recovery. Empty if no recovery runs."""
-        return "" if isinstance(self.state, states.Running | None) else type(self.state).__name__
+        return "" if isinstance(self.state, machine.Running | None) else type(self.state).__name__
 
     @property
     def is_fetching(self) -> bool:
@@ -142,7 +146,7 @@ class Interpreter:
         """
         self._begin("", call, budget, number)
         is_resumed = number is not None and number.is_resumed
-        ended = self._follow(states.Transition(states.Running("resume" if is_resumed else "start")))
+        ended = self._follow(machine.Transition(machine.Running("resume" if is_resumed else "start")))
         assert ended is not None, "a call that runs ends"
         return ended
 
@@ -163,7 +167,7 @@ class Interpreter:
         self._begin(cause)
         if needs_all and self._starts is None:
             self._starts = RetryBudget(START_ATTEMPTS - 1)
-        self._follow(machine.restart(states.Restart(kind, needs_all=needs_all), self._known()))
+        self._follow(machine.restart(machine.Restart(kind, needs_all=needs_all), self._known()))
 
     def move(self, leaving: frozenset[str], cause: str) -> None:
         """Between two calls, remove the workers on nodes that are going away, and add ready standby workers.
@@ -183,8 +187,8 @@ class Interpreter:
         self._begin()
         self._was_sent, interrupt = True, KeyboardInterrupt()
         try:
-            event = states.Interrupted(error=interrupt)
-            self._follow(machine.transition(states.Running(), event, self._known()))
+            event = machine.Interrupted(error=interrupt)
+            self._follow(machine.transition(machine.Running(), event, self._known()))
         except KeyboardInterrupt as error:
             if error is not interrupt:
                 raise
@@ -195,24 +199,24 @@ class Interpreter:
 
     # ----------------------------------------------------------------------------------------------------- the table
 
-    def _follow(self, transition: states.Transition) -> Completed | Left | None:
+    def _follow(self, transition: machine.Transition) -> Completed | Left | None:
         """Perform the commands of each transition, and wait for what its state names, until the recovery is over.
 
         Return how the call has ended. None if none runs.
         """
-        done: states.State | None = None
-        event: states.Event | None = None
+        done: machine.State | None = None
+        event: machine.Event | None = None
         try:
             while True:
                 try:
                     if event is not None:
                         done, transition = transition.state, self._next(transition.state, event, self._known())
                     self.state = state = transition.state
-                    plan = state.plan if isinstance(state, states.Finished) else None
-                    self._error = self._raised(plan) if isinstance(plan, states.Raise) else None
+                    plan = state.plan if isinstance(state, machine.Finished) else None
+                    self._error = self._raised(plan) if isinstance(plan, machine.Raise) else None
                     for command in transition.commands:
-                        self._do(command, done, event, state)
-                    if isinstance(state, states.Finished):
+                        self._do(command, done, state)
+                    if isinstance(state, machine.Finished):
                         break
                     ended = self._waits[type(state)](state)
                     if isinstance(ended, Completed):
@@ -220,30 +224,30 @@ class Interpreter:
                     event = ended
                 except BaseException as interrupt:
                     event = self._interrupt(interrupt)
-            error = self._error
+            error, parts = self._error, self._parts
         finally:
-            self.state = None
+            self.state, self._monitor.is_on = None, False
             self._begin()
         if error is not None:
             raise error
-        return Left(list(plan.parts)) if isinstance(plan, states.EndEarly) else None
+        return Left(parts) if isinstance(plan, machine.EndEarly) else None
 
-    def _next(self, state: states.State, event: states.Event, known: states.Known) -> states.Transition:
+    def _next(self, state: machine.State, event: machine.Event, known: machine.Known) -> machine.Transition:
         transition = machine.transition(state, event, known)
         logger.debug("%s, %s -> %s", *(type(each).__name__ for each in (state, event, transition.state)))
         return transition
 
-    def _known(self) -> states.Known:
+    def _known(self) -> machine.Known:
         """Return what is known now, for the next transition."""
         lifecycle, call, budget, starts = self._lifecycle, self._call, self._budget, self._starts
         snapshots, group = self._snapshots, lifecycle.group
-        return states.Known(
+        return machine.Known(
             spec=lifecycle.spec,
             scaling=lifecycle.scaling,
             failures=lifecycle.failures,
             in_call=call is not _NO_CALL,
             was_sent=self._was_sent,
-            members=states.NO_WORKERS if group is None else frozenset(group.workers),
+            members=machine.NO_WORKERS if group is None else frozenset(group.workers),
             is_driver_only=group is not None and group.is_driver_only,
             can_continue=call.can_continue,
             keeps_alike=call.keeps_alike,
@@ -263,58 +267,51 @@ class Interpreter:
             num_starts_left=None if starts is None else starts.num_retries - starts.num_spent,
         )
 
-    def _interrupt(self, error: BaseException) -> states.Interrupted:
+    def _interrupt(self, error: BaseException) -> machine.Interrupted:
         """An error has ended a wait."""
-        if isinstance(self.state, states.Running):
+        if isinstance(self.state, machine.Running):
             self._note()
         self._report = None
         if self._lifecycle.group is not None and not self._lifecycle.group.is_driver_only:
             self._lifecycle.interrupted = None  # the interrupt is handled here, so it must not be raised again
-        return states.Interrupted(isinstance(error, WorkersLostError), isinstance(error, UnpicklableError), error)
+        return machine.Interrupted(error)
 
     # ------------------------------------------------------------------------------------------------------ commands
 
-    def _do(
-        self, command: states.Command, done: states.State | None, event: states.Event | None, state: states.State
-    ) -> None:
-        """Perform a command, after the wait of `done` has ended with `event`, and before that of `state`."""
+    def _do(self, command: machine.Command, done: machine.State | None, state: machine.State) -> None:
+        """Perform a command, after the wait of `done` and before that of `state`."""
         lifecycle, snapshots = self._lifecycle, self._snapshots
-        match command, done, event:
-            case states.Record(kind), _, _:
+        match command, done:
+            case machine.Record(kind), _:
                 self._record(kind, done, state)
-            case states.Abandon(), _, _:
+            case machine.Abandon(), _:
                 self._abandon(command)
-            case Do.GIVE_STATE_UP, _, _:
+            case Do.GIVE_STATE_UP, _:
                 lifecycle.gives_state_up = True
-            case Do.DROP_IN_TRANSIT, _, _:
-                snapshots.drop_incoming()
-            case Do.TAKE_PARTS, _, states.Paused(parts=parts) | states.Captured(parts=parts):
-                snapshots.take_captures(parts, lifecycle.running)
-            case Do.LEAVE_CALL, _, _:
+            case Do.LEAVE_CALL, _:
                 snapshots.leave_call()
-            case Do.NOTE_ABORTED, _, _:
+            case Do.NOTE_ABORTED, _:
                 snapshots.note_broken_off(self._call, has_group=lifecycle.group is not None)
-            case Do.KILL_JOINING, _, _:
-                taken = event if isinstance(event, states.Filled) else done
-                if isinstance(taken, states.Filled | states.TearingDown | states.FillingUp):  # not yet in the group
-                    self._kill_joining(taken.joining)
-            case Do.KILL_GROUP, _, _:
+            case Do.KILL_JOINING, _:
+                for each in self._taken():
+                    lifecycle.running.standby.kill(each)
+            case Do.KILL_GROUP, _:
                 lifecycle.kill_group()
-            case Do.PAY_TO_CONTINUE, states.Regrouping(), _:
+            case Do.PAY_TO_CONTINUE, machine.Regrouping():
                 self._budget.pay_for_continuing(done.source.position)
-            case Do.PAY_TO_CONTINUE, states.Capturing(change) | states.AwaitingCopy(change), _:
+            case Do.PAY_TO_CONTINUE, machine.Capturing(change) | machine.AwaitingCopy(change):
                 assert isinstance(change, CopyInside), "only a call that must end early is tried again"
                 logger.warning("%s; the call is tried again before it ends early", self._incident.cause)
                 self._budget.pay_for_continuing(change.position)
-            case Do.PAY_FOR_RESTART, _, _ if self._incident.diagnosis is not None:
+            case Do.PAY_FOR_RESTART, _ if self._incident.diagnosis is not None:
                 self._budget.pay_for_restart()
                 lifecycle.hooks.on_failure(self._incident.diagnosis)
-            case Do.PAY_FOR_START, _, _ if self._starts is not None:
+            case Do.PAY_FOR_START, _ if self._starts is not None:
                 self._starts.pay_for_restart()
             case _:
-                raise AssertionError(f"{command} cannot follow {done}, {event}")
+                raise AssertionError(f"{command} cannot follow {done}")
 
-    def _raised(self, plan: states.Raise) -> BaseException:
+    def _raised(self, plan: machine.Raise) -> BaseException:
         """Return the error with which a call or a restart ends, and count a failure for which no retry was left."""
         if plan.why is End.NO_RETRY:
             self._budget.refuse()
@@ -322,41 +319,37 @@ class Interpreter:
             self._starts.refuse()
         return plan.error or self._incident.error(plan.why, self._budget, self._starts)
 
-    def _record(self, kind: EventKind, done: states.State | None, state: states.State) -> None:
+    def _record(self, kind: EventKind, done: machine.State | None, state: machine.State) -> None:
         """Record an event in the history, after the wait of `done` and before that of `state`."""
         lifecycle, incident, num_kept = self._lifecycle, self._incident, 0
         cause, detail = incident.cause, ""
         match done, state:
-            case _, states.Finished(states.Raise() as plan):
+            case _, machine.Finished(machine.Raise() as plan):
                 cause = incident.cause_of(plan.why, self._error, in_restart=plan.ends_restart)
-            case _, states.Finished(states.EndEarly(parts)):
-                cause = f"{len(parts)} of at least {lifecycle.scaling.min_workers} workers are left"
-            case states.Regrouping(states.Continue(expected=expected), members), _:
+            case _, machine.Finished(machine.EndEarly()):
+                cause = f"{len(self._parts)} of at least {lifecycle.scaling.min_workers} workers are left"
+            case machine.Regrouping(machine.Continue(expected=expected), members), _:
                 incident.lose(expected - members)
                 cause, detail = incident.cause, done.source.words
             case _ if kind != "started":
                 detail = self._snapshots.restored_from()
                 num_kept = len(set(lifecycle.running.workers).intersection(incident.workers))
         lifecycle.record(kind, 0 if kind == "started" else incident.size, incident.began, cause, detail, num_kept)
-        if isinstance(done, states.Launching | states.Restoring):
-            lifecycle.end_replacements()
+        if isinstance(done, machine.Launching | machine.Restoring):
+            lifecycle.replacements.num_left = 0
 
-    def _abandon(self, abandon: states.Abandon) -> None:
+    def _abandon(self, abandon: machine.Abandon) -> None:
         """Note that the group is not changed in place, and why."""
         match abandon.change:
-            case states.CopyInside():
+            case machine.CopyInside():
                 logger.warning("no worker has the state of a completed step: %s", abandon.why)
-            case states.Evacuate():
+            case machine.Evacuate():
                 logger.warning("the state that only workers have cannot be fetched: %s", abandon.why)
-            case states.Reuse():
+            case machine.Reuse():
                 logger.warning("no process can be reused, so new workers are started: %s", abandon.why)
-            case states.Continue(expected=expected):
+            case machine.Continue(expected=expected):
                 self._incident.lose(expected - abandon.members)
                 self._incident.obstacles += [abandon.why] if abandon.members else []
-
-    def _kill_joining(self, joining: Sequence[RemoteWorker]) -> None:
-        for each in joining:
-            self._lifecycle.running.standby.kill(each)
 
     # --------------------------------------------------------------------------------------------------------- waits
 
@@ -364,7 +357,7 @@ class Interpreter:
         group = self._lifecycle.running
         return group.on_replica(function, dict.fromkeys(range(len(group)), ()), on_wait=self._monitor.poll)
 
-    def _running(self, state: states.Running) -> Completed | states.Paused | states.CallFailed | states.CallRefused:
+    def _running(self, state: machine.Running) -> Completed | machine.Paused | machine.CallFailed | machine.CallRefused:
         """Run the call from its start, or from where it was interrupted."""
         lifecycle, monitor, snapshots, call = self._lifecycle, self._monitor, self._snapshots, self._call
         resumes = state.mode == "resume"
@@ -405,10 +398,9 @@ class Interpreter:
             call.check(values)
         except BaseException as error:
             self._note()
-            if not isinstance(error, RanksDifferError):
-                return states.CallRefused(End.INTERRUPTED, error)
-            snapshots.forget_calls()  # a restart repeats no call
-            return states.CallRefused(End.RANKS_DIFFER, error)
+            if isinstance(error, RanksDifferError):
+                snapshots.forget_calls()  # a restart repeats no call
+            return machine.CallRefused(error)
         if call.is_kept:
             snapshots.note_call(call, lifecycle.now() - began)
         # A worker that repeats its reply to the last attempt may send a copy even if `captures` is False.
@@ -418,7 +410,7 @@ class Interpreter:
             snapshots.pace.note_copy(max(copy.seconds for copy in copies))
         return Completed(values)
 
-    def _paused(self, report: GroupReport, values: Sequence[Any]) -> states.Paused:
+    def _paused(self, report: GroupReport, values: Sequence[Any]) -> machine.Paused:
         """Say why all ranks stopped between two steps: the call must end early, or workers leave or join."""
         lifecycle, monitor, call = self._lifecycle, self._monitor, self._call
         self._note(monitor.reason, report)
@@ -428,15 +420,21 @@ class Interpreter:
         if not must_end:
             lifecycle.check_active()
             monitor.go_on()
-        parts = [] if lifecycle.spec.runs_on and not must_end else [each.part for each in values]
-        return states.Paused(must_end, self._on_nodes(lifecycle.leaving_nodes_in_use()), parts)
+        if must_end or not lifecycle.spec.runs_on:
+            self._take([each.part for each in values])
+        return machine.Paused(must_end, self._on_nodes(lifecycle.leaving_nodes_in_use()))
 
-    def _on_nodes(self, nodes: frozenset[str]) -> states.Members:
+    def _take(self, parts: list[Capture]) -> None:
+        """Let what the ranks have copied become the newest snapshot."""
+        self._parts = parts
+        self._snapshots.take_captures(parts, self._lifecycle.running)
+
+    def _on_nodes(self, nodes: frozenset[str]) -> machine.Members:
         """Return the workers on these nodes."""
         group = self._lifecycle.running
         return group.of_ranks(rank for rank, info in enumerate(group.infos) if info.node_id in nodes)
 
-    def _failed(self, report: GroupReport) -> states.CallFailed:
+    def _failed(self, report: GroupReport) -> machine.CallFailed:
         """Look into a failure: a rank was lost, or user code raised."""
         lifecycle, call, diagnosis = self._lifecycle, self._call, classify(report)
         lifecycle.check_active()
@@ -465,7 +463,7 @@ class Interpreter:
             # No one looks for the ranks behind the lost connections later, so that the error could name them.
             everyone = range(len(lifecycle.running))
             incident.lost = set(everyone) - set(lifecycle.running.answering(everyone))
-        return states.CallFailed(
+        return machine.CallFailed(
             diagnosis.kind, bool(incident.divergence), report.all_answered, failed_alike(report), incident.needs_refill
         )
 
@@ -480,16 +478,16 @@ class Interpreter:
         signs = self._lifecycle.running.ask_beside(sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= shrank_at for sign in signs.values())
 
-    def _polling(self, state: states.Polling) -> states.Event:
+    def _polling(self, state: machine.Polling) -> machine.Event:
         report = self.ask_progress()
         if not report.ok:
-            is_resumed = state.why is states.Poll.RESUME
-            return self._failed(report) if is_resumed else states.CallFailed(classify(report).kind)
-        return states.Polled(are_alike([answer.value for answer in report.values]))
+            is_resumed = state.why is machine.Poll.RESUME
+            return self._failed(report) if is_resumed else machine.CallFailed(classify(report).kind)
+        return machine.Polled(are_alike([answer.value for answer in report.values]))
 
     # ---- a change in place
 
-    def _settling(self, state: states.Settling) -> states.Survivors:
+    def _settling(self, state: machine.Settling) -> machine.Survivors:
         group, change = self._lifecycle.running, state.change
         if isinstance(change, Reuse) and not self._spec.renews:
             # Avoid the nodes of silent ranks, because killing an actor does not end a frozen process.
@@ -515,9 +513,9 @@ class Interpreter:
             group.standby.kill_unresponsive()  # spare workers may have died together with the workers
         if isinstance(change, Continue | Reuse):
             self._lifecycle.suspect(living)
-        return states.Survivors(group.of_ranks(living))
+        return machine.Survivors(group.of_ranks(living))
 
-    def _tearing_down(self, state: states.TearingDown) -> states.Progress | states.Lost | states.UserRaised:
+    def _tearing_down(self, state: machine.TearingDown) -> machine.Progress | machine.Lost | machine.UserRaised:
         group, change = self._lifecycle.running, state.change
         staying, newcomers = group.ranks_of(state.members), group.ranks_of(self._lifecycle.newcomers)
         report = group.tear_down(staying, self._monitor.poll)
@@ -527,55 +525,57 @@ class Interpreter:
         changes = {"obstacle": None} if isinstance(change, CopyInside | Evacuate) else {}
         newcomer = {"can_be_source": False}
         found = zip(staying, report.values, strict=True)
-        return states.Progress(
+        return machine.Progress(
             tuple(replace(each, **changes, **(newcomer if rank in newcomers else {})) for rank, each in found)
         )
 
     def _lost_in_tear_down(
-        self, change: states.Change, staying: Sequence[int], report: GroupReport
-    ) -> states.Lost | states.UserRaised:
+        self, change: machine.Change, staying: Sequence[int], report: GroupReport
+    ) -> machine.Lost | machine.UserRaised:
         group = self._lifecycle.running
         failed = {outcome.rank: outcome.failure for outcome in report.outcomes if not outcome.ok}
         if any(failure is not None and failure.kind == "user" for failure in failed.values()):
             what = "a surviving worker could not report its progress"
             logger.warning("%s: %s", what, words(classify(report)))
-            return states.UserRaised(what)
+            return machine.UserRaised(what)
         # Ranks that have not answered are not in this set, because they may just be slow.
         dead = {rank for rank, failure in failed.items() if failure is not None} or set(failed)
         remaining = group.of_ranks(rank for rank in staying if rank not in dead)
         if isinstance(change, Reuse) and not remaining:
             group.standby.kill_unresponsive()
-        return states.Lost(remaining)
+        return machine.Lost(remaining)
 
-    def _keep_only(self, members: states.Members) -> None:
+    def _keep_only(self, members: machine.Members) -> None:
         """Kill the workers that are not members, and free their slots."""
         group = self._lifecycle.running
         others = set(range(len(group))) - set(group.ranks_of(members)) - group.gone
         group.remove_workers(sorted(others))
 
-    def _filling_up(self, state: states.FillingUp) -> states.Filled:
+    def _taken(self) -> list[RemoteWorker]:
+        """Return the standby workers that were taken for a group, which is formed or given up now."""
+        joining, self._joining, self._until = self._joining, [], None
+        return joining
+
+    def _filling_up(self, state: machine.FillingUp) -> machine.Filled:
         lifecycle, group, change, members = self._lifecycle, self._lifecycle.running, state.change, state.members
         self._keep_only(members)
-        until = state.until
-        if until is None:
+        if self._until is None:
             is_refill = isinstance(change, Continue) and change.why is Trigger.REFILL
-            until = lifecycle.now() + (math.inf if is_refill else STANDBY_WAIT_S)
-        joining, num_staying, least = [*state.joining], len(members), self._scaling.min_workers
-        with OnFailure(lambda: self._kill_joining(joining[len(state.joining) :])):
-            if self._fill_up(state, joining, max(0.0, until - lifecycle.now())):
-                # Poll the ranks again, because some may have died unnoticed during the wait.
-                living = group.answering(group.ranks_of(members))
-                if len(living) < num_staying:
-                    lifecycle.suspect(living)
-                    return states.Filled(tuple(joining), members - group.of_ranks(living), until)
-            # Survivors that continue do not take workers that are still starting, which a restart may need.
-            if isinstance(change, Reuse):
-                missing = least - num_staying - len(joining)
-                joining += group.standby.take_needed(missing, missing, self._monitor.poll) or []
-        return states.Filled(tuple(joining), until=until)
+            self._until = lifecycle.now() + (math.inf if is_refill else STANDBY_WAIT_S)
+        if self._fill_up(state, max(0.0, self._until - lifecycle.now())):
+            # Poll the ranks again, because some may have died unnoticed during the wait.
+            living = group.answering(group.ranks_of(members))
+            if len(living) < len(members):
+                lifecycle.suspect(living)
+                return machine.Filled(len(self._joining), members - group.of_ranks(living))
+        # Survivors that continue do not take workers that are still starting, which a restart may need.
+        if isinstance(change, Reuse):
+            missing = self._scaling.min_workers - len(members) - len(self._joining)
+            self._joining += group.standby.take_needed(missing, missing, self._monitor.poll) or []
+        return machine.Filled(len(self._joining))
 
-    def _fill_up(self, state: states.FillingUp, joining: list[RemoteWorker], wait_s: float) -> bool:
-        """Take ready standby workers into `joining`, and start more of them if the group is not full.
+    def _fill_up(self, state: machine.FillingUp, wait_s: float) -> bool:
+        """Take ready standby workers, and start more of them if the group is not full.
 
         If the group has too few members, wait up to `wait_s` for workers that are starting. Do nothing if a survivor's
         call does not admit other workers now. Return True if this method had to wait.
@@ -583,21 +583,21 @@ class Interpreter:
         lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
         most, least, avoided = self._scaling.max_workers, self._scaling.min_workers, lifecycle.nodes_to_avoid
         num_staying, admits = len(state.members), all(each.admits for each in state.reports)
-        missing = most - num_staying - len(joining) if admits else 0
+        missing = most - num_staying - len(self._joining) if admits else 0
         if missing <= 0:
             return False
         standby.kill_on(avoided)
-        joining += standby.take_ready(missing, 0.0)
-        num_workers = num_staying + len(joining)
+        self._joining += standby.take_ready(missing, 0.0)
+        num_workers = num_staying + len(self._joining)
         if not lifecycle.is_ending:  # while the program ends, Ray may be unable to report which nodes are alive
             standby.start_more(most - num_workers - standby.num_coming, most, avoided)
         missing = max(self._num_awaited(state.change), least) - num_workers
         if not wait_s or missing <= 0 or not standby.num_coming:
             return False
-        joining += standby.take_ready(missing, wait_s, self._monitor.poll)
+        self._joining += standby.take_ready(missing, wait_s, self._monitor.poll)
         return True
 
-    def _num_awaited(self, change: states.Change) -> int:
+    def _num_awaited(self, change: machine.Change) -> int:
         """Return for how many members a change waits, beside `min_workers`."""
         match change:
             case Continue(has_regrouped=True) | Continue(Trigger.GROW | Trigger.SPLIT):
@@ -606,18 +606,18 @@ class Interpreter:
                 return self._scaling.max_workers
         return 0 if self._lifecycle.is_ending else self._lifecycle.resizing.num_awaited
 
-    def _regrouping(self, state: states.Regrouping) -> states.Formed | states.Lost | states.UserRaised:
+    def _regrouping(self, state: machine.Regrouping) -> machine.Done | machine.Lost | machine.UserRaised:
         lifecycle, group = self._lifecycle, self._lifecycle.running
         change, reports, source = state.change, state.reports, state.reports.index(state.source)
         if isinstance(change, CopyInside | Evacuate):
             self._keep_only(state.members)
-        staying, joining = group.ranks_of(state.members), state.joining
+        staying, joining = group.ranks_of(state.members), self._taken()
         num_workers = len(staying) + len(joining)
         places = rank_rules.places(staying if self._spec.runs_on else range(len(staying)), num_workers)
         takers_of_state = (*(places[each] for each in takers(reports, source)), *places[len(staying) :])
         handover = StateHandover(places[source], takers_of_state)
-        if isinstance(change, Continue):
-            parts = zip(change.parts, self._incident.workers, strict=False)
+        if isinstance(change, Continue) and change.why is Trigger.DRAIN:
+            parts = zip(self._parts, self._incident.workers, strict=False)
             orphans = tuple(part.progress for part, worker in parts if worker not in change.expected)
             handover = replace(handover, orphans=orphans)
         newcomers = lifecycle.newcomers
@@ -633,70 +633,78 @@ class Interpreter:
                     minds_memory = is_smaller and lifecycle.resizing.minds_memory
                     self._shrank_at = state.source.position if minds_memory else None
                 lifecycle.owes_spares = True
-            return states.Formed(self._incident.infos[:1] != group.infos[:1])
+            if self._incident.infos[:1] != group.infos[:1]:
+                self._snapshots.drop_incoming()  # rank 0, which sent the snapshot in transit, is gone
+            return machine.Done()
         diagnosis = classify(report)
         what = f"could not form a new group: {words(diagnosis)}"
         logger.warning("%s", what)
         if diagnosis.kind == "user":
-            return states.UserRaised(what)
+            return machine.UserRaised(what)
         settled = group.settle(report)
         lifecycle.suspect(settled)
-        return states.Lost(group.of_ranks(settled), what)
+        return machine.Lost(group.of_ranks(settled), what)
 
     # ---- the state goes to the driver
 
-    def _capturing(self, state: states.Capturing) -> states.Captured | states.NotDone:
+    def _capturing(self, state: machine.Capturing) -> machine.Captured | machine.NotDone:
         self._report = report = self._on_all(method_of(RegroupingReplica.capture_here))
         if not report.ok:
-            return states.NotDone()
+            return machine.NotDone()
         parts = [answer.value for answer in report.values]
-        return states.Captured(all(part.progress is not None for part in parts), parts)
+        is_inside = all(part.progress is not None for part in parts)
+        if is_inside or isinstance(state.change, Evacuate):
+            self._take(parts)
+        return machine.Captured(is_inside)
 
-    def _awaiting_snapshot(self, state: states.AwaitingSnapshot | states.AwaitingCopy) -> states.Event:
+    def _awaiting_snapshot(self, state: machine.AwaitingSnapshot | machine.AwaitingCopy) -> machine.Event:
         snapshots = self._snapshots
         self._monitor.await_snapshot()
         if snapshots.shares_current:
-            return states.Done()
-        is_paused = isinstance(state, states.AwaitingSnapshot) and isinstance(state.plan, states.EndEarly)
+            return machine.Done()
+        is_paused = isinstance(state, machine.AwaitingSnapshot) and isinstance(state.plan, machine.EndEarly)
         self._num_lost_copies += is_paused
-        return states.NotDone()
+        return machine.NotDone()
 
-    def _awaiting_briefly(self, state: states.AwaitingBriefly) -> states.Event:
+    def _awaiting_briefly(self, state: machine.AwaitingBriefly) -> machine.Event:
         snapshots = self._snapshots
         self._lifecycle.check_active()
-        self._lifecycle.allow_replacements()
+        self._lifecycle.replacements.num_left = (
+            _REPLACEMENTS * self._scaling.max_workers if self._spec.keeps_processes else 0
+        )
         snapshots.poll(timeout_s=_AWAITED_S if snapshots.is_awaited else SETTLE_S)
         has_landed = not snapshots.is_coming
         snapshots.drop_incoming()
-        return states.Done() if has_landed else states.NotDone()
+        return machine.Done() if has_landed else machine.NotDone()
 
     # ---- back to the last snapshot
 
-    def _rebuilding(self, state: states.Rebuilding) -> states.Done | states.NotDone:
-        group, on_wait = self._lifecycle.running, self._monitor.poll
-        report = group.renew(group.ranks_of(state.members), state.joining, on_wait)
-        return self._rebuilt(report, on_wait, "form a new group")
+    def _rebuilding(self, state: machine.Rebuilding) -> machine.Done | machine.NotDone:
+        group = self._lifecycle.running
+        report = group.renew(group.ranks_of(state.members), self._taken(), self._monitor.poll)
+        return self._rebuilt(report, "form a new group")
 
-    def _replacing(self, state: states.Replacing) -> states.Done | states.NotDone:
+    def _replacing(self, state: machine.Replacing) -> machine.Done | machine.NotDone:
         assert self._report is not None, "a restore has failed"
-        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
-        return self._rebuilt(self._report, on_wait, "restore the state")
+        self._monitor.watch(is_of_restore=True)
+        return self._rebuilt(self._report, "restore the state")
 
-    def _rebuilt(self, report: GroupReport, on_wait: Callable[[], None], what: str) -> states.Done | states.NotDone:
-        report = self._lifecycle.without_lost(report, self._lifecycle.running, on_wait)
+    def _rebuilt(self, report: GroupReport, what: str) -> machine.Done | machine.NotDone:
+        report = self._lifecycle.without_lost(report, self._lifecycle.running, self._monitor.poll)
         if report.ok:
             self._lifecycle.take_answers(report)
-            return states.Done()
+            self._snapshots.drop_incoming()  # the replicas that sent it are gone
+            return machine.Done()
         logger.warning("could not %s: %s", what, words(classify(report)))
-        return states.NotDone()
+        return machine.NotDone()
 
-    def _scheduling(self, state: states.Scheduling) -> states.Room:
+    def _scheduling(self, state: machine.Scheduling) -> machine.Room:
         if state.plan.needs_all:
-            return states.Room(self._scaling.max_workers, self._spec.num_spares)
+            return machine.Room(self._scaling.max_workers, self._spec.num_spares)
         found = self._lifecycle.find_resources(state.plan.kind, state.plan.attempt, self._incident.cause)
-        return states.Room(*found)
+        return machine.Room(*found)
 
-    def _launching(self, state: states.Launching) -> states.Done | states.NotDone | states.Room:
+    def _launching(self, state: machine.Launching) -> machine.Done | machine.NotDone | machine.Room:
         lifecycle, needs_all, timeout_s = self._lifecycle, state.plan.needs_all, _RESERVATION_S
         in_the_way = lifecycle.make_room() if needs_all else ""
         if needs_all:
@@ -712,19 +720,19 @@ class Interpreter:
             if needs_all:
                 raise
             logger.warning("%s", str(error).partition("\n")[0])
-            return states.Room()
-        return states.Done() if has_started else states.NotDone()
+            return machine.Room()
+        return machine.Done() if has_started else machine.NotDone()
 
-    def _restoring(self, state: states.Restoring) -> states.Done | states.NotDone:
+    def _restoring(self, state: machine.Restoring) -> machine.Done | machine.NotDone:
         # Also watch the repeated calls, which may hang, too.
-        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll
-        self._report = report = self._snapshots.restore(self._lifecycle.running, on_wait)
+        self._monitor.watch(is_of_restore=True)
+        self._report = report = self._snapshots.restore(self._lifecycle.running, self._monitor.poll)
         if report.ok:
             self._lifecycle.newcomers.clear()
-            return states.Done()
+            return machine.Done()
         diagnosis = classify(report)
         if diagnosis.kind != "user":
-            return states.NotDone()
+            return machine.NotDone()
         lost_parts = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
         if lost_parts:  # no node has this rank's shard of the snapshot
             raise WorkersLostError(f"{lost_parts[0]} {self._snapshots.last_file_in_words}")

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.recovery import machine, states
-from raysgd.core.engine.recovery.machine import restart, transition
-from raysgd.core.engine.recovery.states import (
+from raysgd.core.engine.recovery import machine
+from raysgd.core.engine.recovery.machine import (
     NO_WORKERS,
     AwaitingBriefly,
     AwaitingCopy,
@@ -23,13 +22,11 @@ from raysgd.core.engine.recovery.states import (
     Continue,
     Do,
     Done,
-    End,
     EndEarly,
     Event,
     Filled,
     FillingUp,
     Finished,
-    Formed,
     Interrupted,
     Known,
     Launching,
@@ -57,8 +54,11 @@ from raysgd.core.engine.recovery.states import (
     Transition,
     Trigger,
     UserRaised,
+    restart,
+    transition,
 )
 from raysgd.core.engine.shared.types import FailureKind, ReplicaProgress
+from raysgd.exceptions import UnpicklableError, WorkersLostError
 from tests.helpers.facts import known_of, with_facts
 
 NUM_KNOWN, NUM_KNOWN_IN_SOAK = 12, 300
@@ -68,6 +68,7 @@ BOTH = frozenset({0, 1})
 LACKS_OF_MEMORY = (CallFailed("user", needs_refill=True), CallFailed("memory"))  # batches of one sample end these
 AWAITING = (AwaitingSnapshot, AwaitingCopy, AwaitingBriefly)
 transition_of = transition
+LOSS, UNSENT = WorkersLostError(), UnpicklableError()
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,12 @@ def events(node: Node) -> Iterator[Event]:
     """How the wait of a state may end, at its worst: calls never get further than their first step."""
     known, state = node.known, node.state
     if node.num_interrupts < MOST_INTERRUPTS:
-        yield from (Interrupted(), Interrupted(is_loss=True))
+        yield from (Interrupted(), Interrupted(LOSS))
         if isinstance(state, Running):
-            yield Interrupted(is_unsent=True)
+            yield Interrupted(UNSENT)
     match state:
         case Running():
-            yield from (CallRefused(End.RANKS_DIFFER), CallFailed("died"), CallFailed("disconnected"))
+            yield from (CallRefused(), CallFailed("died"), CallFailed("disconnected"))
             yield from (CallFailed("user", at_one_line=True), CallFailed("user", all_answered=False))
             yield from (CallFailed("user"), CallFailed("died", has_diverged=True))
             if known.must_end:
@@ -115,13 +116,12 @@ def events(node: Node) -> Iterator[Event]:
             yield from (Progress((ReplicaProgress(can_be_source=False),)), UserRaised())
             yield from map(Lost, smaller(members))
         case FillingUp(_, members):
-            joining = state.joining
-            yield Filled(joining)
+            yield Filled(0)
             if known.num_standby:
-                yield Filled((2,))
-            yield from (Filled(joining, members - each) for each in smaller(members))
+                yield Filled(1)
+            yield from (Filled(0, members - each) for each in smaller(members))
         case Regrouping():
-            yield from (Formed(), Formed(moves_rank_0=True), UserRaised(), Lost(known.members))
+            yield from (Done(), UserRaised(), Lost(known.members))
             yield from map(Lost, smaller(known.members))
         case Capturing():
             yield from (Captured(True), Captured(False), NotDone())
@@ -165,15 +165,16 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
         known = replace(known, only_in_workers=False, is_lost=False, has_snapshot=True)
     if isinstance(state, AWAITING) and not isinstance(event, Interrupted):
         known = replace(known, in_transit=False)
+    is_rebuilt = isinstance(state, Rebuilding | Replacing) or (isinstance(state, Regrouping) and 0 not in state.members)
+    if is_rebuilt and isinstance(event, Done):  # rank 0 is another process
+        known = replace(known, in_transit=False)
     if isinstance(event, NotDone) and state == AwaitingSnapshot(EndEarly()):
         known = replace(known, num_lost_copies=known.num_lost_copies + 1)
     step = transition_of(state, event, known)
     wrong = [f"{each}: {type(state).__name__}, {type(event).__name__}" for each in faults_of(node, event, step)]
     commands, following = step.commands, step.state
-    if Do.TAKE_PARTS in commands:
+    if isinstance(event, Paused) or isinstance(following, AwaitingCopy):
         known = replace(known, in_transit=True)
-    if Do.DROP_IN_TRANSIT in commands:
-        known = replace(known, in_transit=False)
     if Do.GIVE_STATE_UP in commands:
         known = replace(known, only_in_workers=False)
     if Do.KILL_GROUP in commands:
@@ -189,7 +190,7 @@ def after(node: Node, event: Event) -> tuple[Node, list[str]]:
     if isinstance(state, Restoring) and isinstance(event, NotDone):
         known = replace(known, members=(smaller(known.members) or [NO_WORKERS])[-1])
     if isinstance(following, Regrouping):
-        num_joining = len(following.joining)
+        num_joining = event.num_joining if isinstance(event, Filled) else 0
         joining = frozenset(sorted(frozenset(range(4)) - following.members)[:num_joining])
         known = replace(known, members=following.members | joining, num_standby=known.num_standby - num_joining)
     if isinstance(following, Rebuilding):
@@ -282,7 +283,7 @@ def following_states() -> dict[str, list[str]]:
             places |= walked(Node(Running(), each, num_interrupts=MOST_INTERRUPTS))[0]
         steps = {(node.state, after(node, event)[0].state) for node in places for event in events(node)}
     names = {(type(state).__name__, type(following).__name__) for state, following in steps}
-    in_order = sorted(names, key=lambda each: [str(states.State).index(name) for name in each])
+    in_order = sorted(names, key=lambda each: [str(machine.State).index(name) for name in each])
     arrows = [(state, following) for state, following in in_order if following not in (state, "Finished")]
     return {state: [following for name, following in arrows if name == state] for state, _ in arrows}
 
