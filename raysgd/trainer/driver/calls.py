@@ -20,8 +20,6 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import count, islice
 from typing import Any, Literal
-from itertools import count, islice, pairwise
-from typing import Any
 
 from raysgd.core import arguments as checks
 from raysgd.core.arrays import trees
