@@ -23,7 +23,7 @@ _OF_MEANS = 2.0**-51  # a mean loss is rounded once more on each worker of a gro
 
 @dataclass(frozen=True)
 class Rounding:
-    """How much two numbers of a step may differ by rounding, relative to the numbers.
+    """The relative difference of two numbers of a step that rounding explains.
 
     Attributes:
         floor: Differences up to this one are rounding in any step.
@@ -44,7 +44,7 @@ so far grew in one step at most 34-fold in float32, and 6-fold in bfloat16.
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the losses and the gradient norms of some steps differ in two series of records.
+    """The differences of losses and gradient norms of some steps in two series of records.
 
     Attributes:
         step: The first step that differs more than rounding explains, or None.

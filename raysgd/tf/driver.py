@@ -1,4 +1,4 @@
-"""What only the driver of a `TFTrainer` does: it checks arguments before anything starts, and saves and loads states.
+"""The driver's part of a `TFTrainer`: checks arguments before anything starts, and saves and loads states.
 
 `TFFramework` has what a `TFTrainer` does differently from a `TorchTrainer`.
 """

@@ -250,7 +250,7 @@ def test_a_shutdown_from_another_thread_does_not_wait_for_a_rank_that_hangs() ->
 
 def test_a_shutdown_from_another_thread_does_not_ask_the_workers_that_it_ends_for_their_state() -> None:
     ops = Op("take_over"), Op("steps", 4), Op("take_over"), Op("look", 93)
-    faults = Fault("die but one", "join", 2, 1), Fault("stop", "wait", 136, 3)
+    faults = Fault("die but one", "join", 2, 1), Fault("stop", "wait", 129, 3)
     sizes: Any = {"num_workers": 4, "nodes": (4,), "num_samples": 8, "batch_size": 2}
     schedule = Schedule(9015799, **sizes, heartbeat_s=3.0, late_s=2.5, ops=ops, faults=faults)
     verdict = run(schedule)

@@ -97,10 +97,11 @@ class PassPlan:
     bounds: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.consumed <= self.num_samples:
-            raise ValueError(
-                f"`consumed={self.consumed}`: must be from 0 to {self.num_samples}. Check which group it belongs to."
-            )
+        # Replay makes plans of files, whose numbers may be anything.
+        check_range("num_samples", self.num_samples, minimum=0)
+        check_range("consumed", self.consumed, minimum=0, maximum=self.num_samples)
+        check_range("world_size", self.division.world_size, minimum=1)
+        check_range("global_size", self.division.global_size, minimum=1)
 
     @cached_property
     def _starts(self) -> Sequence[int]:
@@ -130,7 +131,9 @@ class PassPlan:
         Raises:
             ValueError: `steps` is negative or exceeds the number of remaining steps.
         """
-        return self.num_samples if steps == len(self._starts) else self._starts[steps]
+        num_steps = len(self._starts)
+        check_range("steps", steps, minimum=0, maximum=num_steps)
+        return self.num_samples if steps == num_steps else self._starts[steps]
 
     @property
     def has_single_samples(self) -> bool:
@@ -180,6 +183,7 @@ class PassPlan:
         Raises:
             ValueError: `step` is out of range.
         """
+        check_range("step", step, minimum=0, maximum=self.num_steps - 1)
         start, stop = self._span(step)
         return start, self._shares_of_batch(rank, stop - start)
 
@@ -196,6 +200,23 @@ class PassPlan:
         num_shown = min(2, self.division.cap or 2, size) if self.pad else 0
         shares = self.division.parts(size, rank)
         return [each._replace(start=0, stop=num_shown) if each.plan.is_padding else each for each in shares]
+
+
+def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
+    """Check that a number is in a range.
+
+    Args:
+        name: Name of the number, for the error message.
+        value: The number.
+        minimum: Smallest allowed value.
+        maximum: Largest allowed value; None for no limit.
+
+    Raises:
+        ValueError: The number is out of range.
+    """
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise ValueError(f"`{name}={value}`: must be {allowed}. Check which group it belongs to.")
 
 
 _SEED_BY_HAND = 0

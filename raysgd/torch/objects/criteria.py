@@ -74,7 +74,7 @@ NO_CALL = LossCall("values", None, None, None)
 
 
 class _Loss(NamedTuple):
-    """How a PyTorch loss computes its result.
+    """The way in which a PyTorch loss computes its result.
 
     Attributes:
         reading: How the loss interprets the output.

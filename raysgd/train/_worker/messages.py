@@ -149,7 +149,7 @@ class FunctionSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """What the driver tells a function when it requests the next message.
+    """The driver's request for the next message of a function.
 
     Attributes:
         index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.

@@ -1,4 +1,4 @@
-"""What `fit` does in an epoch: it decides where to pause, validates, and passes the metrics of steps to callbacks.
+"""Runs an epoch of `fit`: decides where to pause, validates, and passes the metrics of steps to callbacks.
 
 `EpochResults` adds the metrics of epochs to the run's history. `StepReports` also fetches the entries of the journal,
 the record of a run's steps, which the driver writes into the run's folder. See ADR 140.

@@ -336,7 +336,7 @@ class Figures:
 
 
 class LargestBatch:
-    """How many samples a worker processes at once, as `micro_batch_size="auto"` has found (ADR 178).
+    """The number of samples that a worker processes at once, as `micro_batch_size="auto"` has found (ADR 178).
 
     Every attempt at a call sends this number to all workers.
 

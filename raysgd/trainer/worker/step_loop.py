@@ -109,7 +109,7 @@ class StepParts:
 
     @property
     def leg(self) -> Any:
-        """Where user code, through the operator, and hooks find the running step: PyTorch's `Leg`, or Keras's `TFStep`.
+        """The place where user code and hooks find the running step: PyTorch's `Leg`, or Keras's `TFStep`.
 
         Its `rules` hold for all steps, and its `plan` says how the current batch counts. Its `skip` leaves the batch
         out, and its `end_data` says that no batch follows.

@@ -1,4 +1,4 @@
-"""What has befallen a worker group, in words: for the history, for logs, and for the errors with which calls end."""
+"""Words for what has befallen a worker group: for the history, for logs, and for the errors with which calls end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHERE = {End.RAISED_INSIDE: "others were inside the call", End.RAISED_APART: "o
 
 @dataclass
 class Incident:
-    """Why a group is changed, replaced or ended.
+    """The reason why a group is changed, replaced or ended.
 
     Args:
         lifecycle: Holds the worker group.
@@ -145,7 +145,7 @@ class Incident:
 
     @property
     def _after_end(self) -> str:
-        """What became of the state, for users, after workers that were out of sync were ended."""
+        """The sentence that tells users what became of the state, after workers that were out of sync were ended."""
         snapshots = self.lifecycle.snapshots
         if self.lifecycle.spec.loses_state and snapshots.has_gap:
             lost = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."

@@ -28,7 +28,7 @@ NO_WORKERS: Members = frozenset()
 
 
 class End(Enum):
-    """Why a call or a restart ends with an error."""
+    """The reason why a call or a restart ends with an error."""
 
     INTERRUPTED = auto()  # Ctrl-C, `stop`, or an error in the driver or in user code ended a wait
     REFUSED = auto()  # `call.check` has raised, for instance because the ranks' values differ
@@ -98,7 +98,7 @@ Plan: TypeAlias = "Raise | EndEarly | Restart"
 
 
 class Trigger(Enum):
-    """What makes the members of a group change while its call goes on."""
+    """A reason why the members of a group change while its call goes on."""
 
     FAILURE = auto()  # ranks were lost in a call, which then resumes; may cost a retry
     REFILL = auto()  # survivors ran out of memory in a smaller group; waits for workers without a limit
@@ -183,7 +183,7 @@ class Running:
 
 
 class Poll(Enum):
-    """Why the driver asks each rank for its progress."""
+    """The reason why the driver asks each rank for its progress."""
 
     RESUME = auto()  # after the snapshot of a paused call was lost: are all ranks still there?
     COMPARE = auto()  # all ranks failed at the same line: do they have the same state?

@@ -428,7 +428,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Completed:
-    """How a call ended: every rank completed it.
+    """The end of a call that every rank completed.
 
     Attributes:
         values: The values that the ranks returned, in rank order.
@@ -439,7 +439,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Left:
-    """How a call ended: early, with all ranks after the same step.
+    """The early end of a call, with all ranks after the same step.
 
     Attributes:
         parts: Each rank's part of the snapshot after that step, in rank order. The driver has the snapshot.
