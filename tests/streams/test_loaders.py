@@ -140,4 +140,5 @@ def test_there_are_no_more_of_them_than_lanes() -> None:
     data = stream_data(MadeStream([200]).batch(64, num_workers=5), "train", division, 40)
     sources = [StreamSource(data, Place(rank, 40), 0, Tuples()) for rank in (0, 1)]
     rows = [row for source in sources for item in source.open(0, 0) for row in item.batch]
-    assert len(rows) == sum(sum(division(64, 40).counts(size)[:2]) for size in (64, 64, 64, 8))
+    shares = [part for size in (64, 64, 64, 8) for rank in (0, 1) for part in division(64, 40).parts(size, rank)]
+    assert len(rows) == sum(share.stop - share.start for share in shares)
