@@ -206,7 +206,7 @@ class LightningOperator(TrainingOperator):
                 break
             metrics = self.train_batch(batch, {**self._raysgd.info_of_batch(batch_idx), **info})
             self._raysgd.end_batch(metrics, batch)
-            if leg.plan.sync_gradients:
+            if leg.plan.ends_step:
                 self._progress.end_batch(self.global_step)
         meters.count_pending()
         self._progress.end_batch(self.global_step)
@@ -227,9 +227,7 @@ class LightningOperator(TrainingOperator):
             num_samples = 0 if leg.plan.is_padding else self._raysgd.num_samples(batch)
             numbers = lightning.numbers_in(output, self._values.loss_name)
             self._parts.append({NUM_SAMPLES: num_samples, **numbers, **self._values.of_batch})
-            if leg.plan.sync_gradients and not (
-                self._raysgd.precision.has_skipped() or self._raysgd.meters.is_left_out
-            ):
+            if leg.plan.ends_step and not (self._raysgd.precision.has_skipped() or self._raysgd.meters.is_left_out):
                 self._step_schedulers(
                     lightning.PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), *self._parts
                 )
@@ -264,7 +262,7 @@ class LightningOperator(TrainingOperator):
             self._backward(loss, optimizer)
             return loss.detach()
 
-        if optimizer is None or not self._raysgd.sync.leg.plan.sync_gradients:
+        if optimizer is None or not self._raysgd.sync.leg.plan.ends_step:
             closure()
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]

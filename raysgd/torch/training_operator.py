@@ -309,7 +309,7 @@ class TrainingOperator(BaseOperator):
             internals.begin_metrics()
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
             internals.end_batch(metrics, batch)
-            if by_batch and leg.plan.sync_gradients and not (internals.precision.has_skipped() or leg.batch.skipped):
+            if by_batch and leg.plan.ends_step and not (internals.precision.has_skipped() or leg.batch.skipped):
                 for scheduler in by_batch:
                     scheduler.step()
         meters.count_pending()
@@ -368,7 +368,7 @@ class TrainingOperator(BaseOperator):
                     self.backward(loss)
                 else:
                     backward_with(self, loss, weight)
-            if internals.sync.leg.plan.sync_gradients:
+            if internals.sync.leg.plan.ends_step:
                 with self.timers.record("apply"):
                     self.optimizer_step()
         return metrics

@@ -225,7 +225,7 @@ def test_the_rest_of_a_window_is_stepped_at_the_end_of_pass_and_call(two: TorchT
 
 def steps_at_boundary(self: Any) -> None:
     DeepOperator.optimizer_step(self)
-    if self._raysgd.sync.leg.plan.sync_gradients:
+    if self._raysgd.sync.leg.plan.ends_step:
         self.seen.append(self.global_step)
 
 
@@ -237,7 +237,7 @@ class StopsEarlyOperator(DeepOperator):
             self.train_batch(batch, info)
             if index == 2:
                 break
-        return {"is_boundary": int(self._raysgd.sync.leg.plan.sync_gradients)}
+        return {"is_boundary": int(self._raysgd.sync.leg.plan.ends_step)}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -10,7 +10,7 @@ def begin_next(
     leg: Leg, num_samples: int, total: int, *, weight: float = 1.0, is_last: bool = True, number: int = 1
 ) -> None:
     """Begin the batch that has a number in its step, counted from 1: the first one, unless the step before goes on."""
-    starts_step = leg.plan.sync_gradients
-    sync_gradients = is_last or number >= leg.rules.num_batches
-    ends = {"starts_step": starts_step, "sync_gradients": sync_gradients}
+    starts_step = leg.plan.ends_step
+    ends_step = is_last or number >= leg.rules.num_batches
+    ends = {"starts_step": starts_step, "ends_step": ends_step}
     leg.begin_batch(BatchPlan(num_samples, total, weight, is_padding=not num_samples, **ends))

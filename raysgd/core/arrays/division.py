@@ -35,7 +35,7 @@ class BatchPlan(NamedTuple):
             batches have the same size. With logical shards, the sums of each rank's weights in the step average to 1.
         starts_global_batch, ends_global_batch: True if the global batch starts or ends with this batch.
         starts_step: True if a step of the optimizer starts with this batch.
-        sync_gradients: True if a step of the optimizer ends with this batch.
+        ends_step: True if a step of the optimizer ends with this batch.
         seeds: With logical shards, the seeds for the random numbers in the batch and after the step.
         is_padding: True if no sample counts: the rank trains on the batch only to take part in the others' collectives.
         sample_weights: With Keras, this rank's sum of sample weights, and the sum over all ranks; 0 without such
@@ -48,7 +48,7 @@ class BatchPlan(NamedTuple):
     starts_global_batch: bool = True
     ends_global_batch: bool = True
     starts_step: bool = True
-    sync_gradients: bool = True
+    ends_step: bool = True
     seeds: tuple[int, int] | None = None
     is_padding: bool = False
     sample_weights: tuple[float, float] = (0.0, 0.0)

@@ -354,7 +354,7 @@ class TorchInternals(Internals):
             self.meters.add_pending(*self.values_and_weight(metrics, "train_batch"))
         if self.callbacks.noting_batches:
             pending = None if leg.plan.is_padding else self.meters.pending[-1][0]
-            self.callbacks.note_batch(self._operator, pending, leg.plan.sync_gradients)
+            self.callbacks.note_batch(self._operator, pending, leg.plan.ends_step)
         self._operator.global_step += leg.plan.ends_global_batch
 
     def completed(self, metrics: Any, batch: Any) -> Any:

@@ -272,7 +272,7 @@ class Leg:
             RuntimeError: Without accumulation, the previous batch has another weight and still needs its backward pass.
         """
         before, rules = self.plan, self.rules
-        if self.accumulation is not None and before.sync_gradients and self.batch.had_backward:
+        if self.accumulation is not None and before.ends_step and self.batch.had_backward:
             raise ValueError(
                 f"`{rules.option}`: `self.optimizer_step()` was not called for the last batch of a step. Call it after "
                 "`self.backward(loss)` for every batch, or omit the option and accumulate yourself."
@@ -368,7 +368,7 @@ class Leg:
         Called when the last gradients of a backward pass are about to be sent. Return None if no row is due.
         """
         is_first, self.batch.has_shared_metrics = not self.batch.has_shared_metrics, True
-        return self.rows if is_first and self.plan.sync_gradients else None
+        return self.rows if is_first and self.plan.ends_step else None
 
     def send_rows(self) -> None:
         """If rows are due, exchange them with the other ranks, in a message of their own."""
@@ -388,7 +388,7 @@ class Leg:
         In addition, both batches or neither must be padding, and both or neither must end the step.
         """
         last, of_step = self.plan, self.rules.samples_in_step
-        if (plan.sync_gradients, plan.is_padding) != (last.sync_gradients, last.is_padding):
+        if (plan.ends_step, plan.is_padding) != (last.ends_step, last.is_padding):
             return False
         return not self._is_by_samples or (plan.weight, of_step(plan)) == (last.weight, of_step(last))
 
@@ -569,7 +569,7 @@ class Leg:
             usual = self.usual_items(num_ranks) if total is None else total / num_ranks
             self.accumulation = Accumulation(weight is not None, self.rules.num_batches * usual or 1.0)
         added = self.accumulation
-        added.ends_step, added.is_of_criterion = plan.sync_gradients, is_of_criterion
+        added.ends_step, added.is_of_criterion = plan.ends_step, is_of_criterion
         if added.is_weighted != (weight is not None):
             raise ValueError(
                 f"`self.backward` was called with `weight=` for some of the {self.rules.num_batches} batches of an "

@@ -89,7 +89,7 @@ class OrderedSync(GradientSync):
         leg.batch.with_gradients.clear()  # each pass starts without gradients
         if not leg.plan.is_padding:
             self.keep(parameters)
-        if leg.plan.sync_gradients:
+        if leg.plan.ends_step:
             leg.note_all_reduce("gradients were exchanged")
             with leg.record.noting_lost_connections():
                 leg.send_rows()

@@ -134,7 +134,7 @@ class GradientSync:
                 if model.training:
                     repeat_first(model.buffers())
         if self.defers:
-            self._set_sync(plan.sync_gradients)
+            self._set_sync(plan.ends_step)
 
     def check(self) -> None:
         """Raise if the step that has ended is invalid, for example because a connection broke during the step."""
@@ -359,7 +359,7 @@ class DDPSync(GradientSync):
         """
         self._averaged.clear()
         yield
-        if self.leg.plan.sync_gradients:
+        if self.leg.plan.ends_step:
             models = [{*map(id, each.parameters())} for each in wrappers(self.models)]
             done = set().union(*(ids for ids in models if ids & self._averaged))
             self.average([parameter for parameter in parameters if id(parameter) not in done])

@@ -326,7 +326,7 @@ class Gradients:
             run(loss)
         if clears and leg.accumulation is not None:
             leg.accumulation.note_gradients(_versions(self._precision.parameters(cleared[0])))
-        if sync.waits and leg.plan.sync_gradients:
+        if sync.waits and leg.plan.ends_step:
             leg.record.wait()
         for each in unscaled:  # a user's `optimizer_step` computes these gradients
             self._precision.unscale(each)
@@ -464,10 +464,10 @@ class Gradients:
         leg = self._sync.leg
         if leg.rules.has_several:
             leg.batch.ask_to_step()
-        for optimizer in self.registered(given) if leg.plan.sync_gradients else ():
+        for optimizer in self.registered(given) if leg.plan.ends_step else ():
             self.complete(optimizer)
             self._precision.unscale(optimizer)
-        return leg.plan.sync_gradients
+        return leg.plan.ends_step
 
     def apply(self, optimizer: Any = None, before: Callable[[Any], None] | None = None) -> None:
         """Step the optimizers if the current batch is the last batch of an optimizer step.
@@ -479,7 +479,7 @@ class Gradients:
         leg = self._sync.leg
         if leg.rules.has_several:
             leg.batch.ask_to_step()
-        for each in self.chosen("optimizer_step", optimizer) if leg.plan.sync_gradients else ():
+        for each in self.chosen("optimizer_step", optimizer) if leg.plan.ends_step else ():
             if leg.rules.has_several:
                 self.complete(each)
             if id(each) not in leg.batch.skipped:

@@ -81,7 +81,7 @@ def planned(
         ends_call = num_started == num_batches and plan.ends_global_batch
         sync = plan.ends_global_batch and (ends_pass or ends_call or num_complete >= accumulate)
         if not (starts_step and sync):
-            plan = plan._replace(starts_step=starts_step, sync_gradients=sync)
+            plan = plan._replace(starts_step=starts_step, ends_step=sync)
         yield batch, plan
         starts_step, num_complete = sync, 0 if sync else num_complete
         if ends_call:
@@ -289,7 +289,7 @@ class StepLoop:
                 yield batch
                 if plan.is_padding:
                     self.leave_padding()
-            if plan.sync_gradients:
+            if plan.ends_step:
                 self.commit()
         parts.leg.end_data()
 

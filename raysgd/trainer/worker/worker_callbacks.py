@@ -113,7 +113,7 @@ class InstalledCallbacks:
 
         def after(metrics: Any) -> Any:
             of_step = metrics
-            is_last = operator._raysgd.leg.plan.sync_gradients
+            is_last = operator._raysgd.leg.plan.ends_step
             if window or not is_last:
                 meters = window.pop() if window else operator._raysgd.new_meters()
                 of_step = _over_batches(meters, metrics, is_last)

@@ -48,7 +48,7 @@ class Bench:
 
     def begin(self, is_last: bool = True) -> None:
         leg = self.sync.leg
-        self.number = 1 if leg.plan.sync_gradients else self.number + 1
+        self.number = 1 if leg.plan.ends_step else self.number + 1
         begin_next(leg, 2, 2, is_last=is_last, number=self.number)
 
     def backward(self, value: float, weight: float | None = None) -> None:

@@ -34,7 +34,7 @@ def test_a_step_ends_after_its_global_batches_and_where_a_pass_or_a_call_ends(
 ) -> None:
     plans = [plan for _, plan in planned(iter(drawn(num_parts)), accumulate, num_steps)]
     expected = [(index == 0, each == "1") for step in steps for index, each in enumerate(step)]
-    assert [(plan.starts_step, plan.sync_gradients) for plan in plans] == expected
+    assert [(plan.starts_step, plan.ends_step) for plan in plans] == expected
 
 
 def test_a_batch_counts_in_its_step_by_what_the_ranks_know() -> None:
