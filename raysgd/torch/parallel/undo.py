@@ -269,9 +269,9 @@ class Undo:
             batches change, which is enough for the default training code. "learn": all state before the first batch of
             a call; what happens in that batch decides what is copied before later batches. "off": nothing, so that a
             failure in a batch restarts the call. "never": nothing, because no batch is ever repeated in place.
-        is_told_of_batches: True if `save` must be called before each batch. False if no batch is repeated and no
+        is_told_of_batches: True if `begin_step` must be called before each batch. False if no batch is repeated and no
             gradients are kept.
-        raises_lack: True if `save` raises if memory lacks, because smaller batches leave more of it.
+        raises_lack: True if `begin_step` raises if memory lacks, because smaller batches leave more of it.
     """
 
     raises_lack = False
