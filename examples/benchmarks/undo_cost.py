@@ -50,7 +50,7 @@ class Program:
         """Train on a batch; return its seconds, and those of the copy."""
         began = time.perf_counter()
         if self.undo is not None:
-            self.record.note_saved(self.undo.save(nullcontext()))
+            self.undo.begin_step(self.record, nullcontext())
         copied = time.perf_counter()
         features = self._features
         for model, optimizer in zip(self._models, self._optimizers, strict=True):

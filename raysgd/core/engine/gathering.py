@@ -390,7 +390,3 @@ class LivenessCheck(Generic[KeyT]):
         In that time, this process was busy rather than stalled.
         """
         self._own_time.look(float("inf"))
-
-    def remove(self, key: KeyT) -> None:
-        """Stop waiting for an answer from the worker `key`."""
-        self._asked.pop(key, None)

@@ -76,7 +76,7 @@ class StartupCheck:
         for worker, outcome in answers:
             if isinstance(outcome, Answered):
                 worker.info = outcome.value
-            elif worker in workers:
+            elif outcome.has_died and worker in workers:
                 lost.append(worker)
         for worker, _ in silent:
             # The worker's process may be new, so its silence counts from now on.
@@ -406,7 +406,7 @@ class StandbyWorkers:
         loans = lent[: max(0, count)]
         for loan in loans:
             loan.recall()
-        calls = [loan.call for loan in loans if loan.call is not None]
+        calls = [call for loan in loans if (call := loan.call) is not None]  # `is_over` may clear it in any thread
         if calls:
             await_all(self._platform, calls, self._spec.settle_timeout_s)
 

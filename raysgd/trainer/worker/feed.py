@@ -286,9 +286,10 @@ class DataFeed(ABC):
         if share is None:
             return
         if request.shard_key is not None:
-            self.made_of_call[name], self.data_of_call[name] = self._make(name, share), share
+            self.made_of_call.pop(name, None)  # before the new data is made, which may be as large
             if name == "train":
                 self._call_cursor = None
+            self.made_of_call[name], self.data_of_call[name] = self._make(name, share), share
             return
         loader = self.ray_loader(name)
         assert loader is not None, "the driver divides what is registered"
