@@ -35,20 +35,28 @@ class SubmittedWrite:
     def __init__(self, write: Callable[[SubmittedWrite], None] | None = None) -> None:
         self.failure: BaseException | None = None
         self.seconds = 0.0
+        # Not the thread itself: before Python 3.13, Ctrl-C in `join` makes a thread that runs count as ended.
+        self._done = threading.Event()
+        if write is None:
+            self._done.set()
+            return
         # Not a daemon thread, so a program finishes its files before it exits.
-        self._thread = RayThread(target=write, args=(self,), name="raysgd-checkpoint-writer", daemon=False)
-        if write is not None:
-            self._thread.start()
+        RayThread(target=self._run, args=(write,), name="raysgd-checkpoint-writer", daemon=False).start()
 
     @property
     def is_done(self) -> bool:
         """True when the file is complete or could not be written."""
-        return not self._thread.is_alive()
+        return self._done.is_set()
 
     def end(self) -> None:
         """Wait until the file is complete or could not be written."""
-        if not self.is_done:
-            self._thread.join()
+        self._done.wait()
+
+    def _run(self, write: Callable[[SubmittedWrite], None]) -> None:
+        try:
+            write(self)
+        finally:
+            self._done.set()
 
     def wait(self) -> None:
         """Wait until the file is complete.

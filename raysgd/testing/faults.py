@@ -331,11 +331,12 @@ def _arm_in_driver(trainer: Any, point: str, owner: Any, name: str, trapped: Cal
     patch.start()
 
 
-def _disarm(trainer: Any, point: str) -> None:
-    """Disarm a trainer's fault at a trigger point in the driver, if one is armed."""
+def _disarm(trainer: Any, point: str) -> bool:
+    """Disarm a trainer's fault at a trigger point in the driver. Return False if none is armed."""
     patch = _patches.get(trainer, {}).pop(point, None)
     if patch is not None:
         patch.stop()
+    return patch is not None
 
 
 def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
@@ -345,8 +346,8 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 
     @functools.wraps(original)
     def trapped(*args: Any, **keywords: Any) -> Any:
-        _disarm(trainer, name)
-        act()
+        if _disarm(trainer, name):  # not if another patch has put back this method since
+            act()
         return original(*args, **keywords)
 
     _arm_in_driver(trainer, name, trainer, name, trapped)

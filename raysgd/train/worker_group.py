@@ -205,7 +205,12 @@ class WorkerGroup:
 
         Raises:
             RuntimeError: Workers have already started.
+            TrainBackendError: The workers belong to an executor or a trainer, whose `start` starts them.
         """
+        if self._is_borrowed:
+            raise TrainBackendError(
+                "These workers belong to a `BackendExecutor`: call its `start`, or its `Trainer`'s."
+            )
         if len(self):
             raise RuntimeError("The workers have already started; call `shutdown` first, or `add_workers` for more.")
         self.add_workers(self.num_workers)
@@ -280,7 +285,10 @@ class WorkerGroup:
             RuntimeError: The group has no workers.
         """
         if not len(self):
-            raise RuntimeError("There are no workers: the group was shut down. Call `start`.")
+            whose = (
+                " of the `BackendExecutor`, or of its `Trainer`, and get its group again" if self._is_borrowed else ""
+            )
+            raise RuntimeError(f"There are no workers: the group was shut down. Call `start`{whose}.")
         return [group.submit(rank, WorkerProcess.execute, func, *args, **kwargs) for group, rank in self._places]
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

@@ -611,6 +611,8 @@ def test_arguments_of_the_first_versions_are_named_with_what_to_write() -> None:
         ("# -*- coding: nonsense -*-\n", 1, "no valid Python"),
         ("x = 1\0\n", 1, ""),
         (b"x = '\xff\xfe'\n", 1, "no valid Python"),
+        ('"""A docstring."""; import os\nimport ray\nray.util.sgd.TorchTrainer()\n', 1, "its own line"),
+        ("from __future__ import annotations; import os\nimport ray\nray.util.sgd.TorchTrainer()\n", 1, "its own line"),
         ("x = " + "(" * 3000 + ")" * 3000 + "\n", 1, ""),
     ],
 )

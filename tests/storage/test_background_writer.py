@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -270,3 +271,27 @@ def test_a_thread_that_cannot_start_is_tried_again(tmp_path: Path, monkeypatch: 
     writer.submit(tmp_path / "second", lambda: 2, lambda path, state: written.append(path))
     writer.close()
     assert written == [str(tmp_path / "second")]
+
+
+def test_a_file_that_is_being_written_is_not_done_after_ctrl_c_in_a_wait_for_it(writer: ToDisk) -> None:
+    may_end = threading.Event()
+
+    def produce() -> str:
+        may_end.wait()
+        return "first"
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    submitted, before = writer.submit("first", produce), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            submitted.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not submitted.is_done
+    writer.submit("second", lambda: "second")
+    may_end.set()
+    writer.close()
+    assert list(writer.files) == ["first", "second"]

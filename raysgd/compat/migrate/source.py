@@ -171,8 +171,22 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
             _, new = _rewritten(module, source, paths, findings)
     except RecursionError:
         return _unchanged(text, 1, "its code is nested too deeply, or joins too many parts in one expression")
+    if not _keeps_its_top(tree, new.bytes):
+        reason = (
+            "its docstring or an import of `__future__` shares a line with another statement: give each its own line"
+        )
+        return _unchanged(text, 1, reason)
     _report_texts(tree, paths, findings)
     return MigratedProgram(text, new.bytes, sorted(findings))
+
+
+def _keeps_its_top(before: ast.Module, after: bytes) -> bool:
+    """Return True if new imports stand behind the docstring and the imports of `__future__`."""
+    new = ast.parse(after)
+    docstring = ast.get_docstring(new)
+    is_future = [isinstance(each, ast.ImportFrom) and each.module == "__future__" for each in new.body]
+    is_future = is_future[docstring is not None :]
+    return docstring == ast.get_docstring(before) and is_future == sorted(is_future, reverse=True)
 
 
 def _unchanged(text: bytes, line: int, reason: str) -> MigratedProgram:

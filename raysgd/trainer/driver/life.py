@@ -411,7 +411,7 @@ class TrainerLife:
         sharing: Divides datasets over the workers according to the current config.
         figures: The trainer's throughput, and how the workers spend their time.
         once: Remembers which warnings have been logged.
-        writer: Writes files in a background thread.
+        writer: Writes files in background threads.
         saves: Writes the trainer's checkpoint files.
         note_fit: In a detached trainer, the function that stores the progress of `fit` for a later process. Otherwise,
             None.

@@ -29,7 +29,7 @@ class FileSaves:
 
     Args:
         controller: Controller of the workers. Its `snapshots` remember which file was written last.
-        writer: Writes files in a background thread.
+        writer: Writes files in background threads.
     """
 
     def __init__(self, controller: ElasticController, writer: BackgroundWriter) -> None:
@@ -67,19 +67,19 @@ class FileSaves:
         self._newest = ref(newest)
 
     def submitted_by(self, save: Callable[[], Any]) -> SubmittedWrite:
-        """Run a function that saves the trainer, and return the write that it submitted to the background thread."""
+        """Run a function that saves the trainer, and return the write that it submitted to the writer."""
         self._submitted = SubmittedWrite()  # complete already, if the function submits none
         save()
         return self._submitted
 
     def await_states(self) -> None:
-        """Wait until the driver has received all training states that the background thread has yet to write.
+        """Wait until the driver has received all training states that the writer has yet to write.
 
         Wait for at most 60 s. Call this method before stopping the workers.
         """
         newest = self._newest()
         if newest is not None:
-            with suppress(TimeoutError, WorkersLostError):  # the background thread reports these errors
+            with suppress(TimeoutError, WorkersLostError):  # the writer reports these errors
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:

@@ -1,6 +1,6 @@
 """Sinks whose failures are warnings, and files of metrics.
 
-How tables grow is tested with the runs of functions, in `tests/train/fit/test_output.py`.
+How tables grow is tested with the runs of functions, in `tests/train/fit/test_recorder_files.py`.
 """
 
 from __future__ import annotations
