@@ -281,12 +281,13 @@ def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
         thread.start()
     for thread in joining:
         thread.join(120)
-    workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+    config = json.loads(os.environ["TF_CONFIG"])
+    workers, last = config["cluster"]["worker"], config["task"]["index"]
     assert all(0 < int(worker.removeprefix("127.0.0.1:")) < 2**16 for worker in workers), workers
     third = TensorFlowConnection(timeout_s=120)
     with pytest.raises(RuntimeError, match="shut that trainer down first"):
         third.join(meeting(third.open_endpoint("127.0.0.1"), 1), World(0, 2))
-    for connection in (third, *pair):
+    for connection in (third, pair[last], pair[1 - last]):  # each puts back what it found
         connection.leave()
     assert "TF_CONFIG" not in os.environ
 

@@ -82,7 +82,7 @@ def _waits_for_all(real: Any) -> Any:
 FAULTS = (
     Mutation("a step counts though not all ranks hold its gradients", Membership, "count_step", _counts_in_any_case),
     Mutation("a rank that waits does not step with those that have", Membership, "join", _never_behind),
-    Mutation("the first of two steps of a batch is not undone", Undo, "restore", _undoes_nothing),
+    Mutation("the first of two steps of a batch is not undone", Undo, "undo_step", _undoes_nothing),
     Mutation("a group is left while the function is in it", Membership, "leave", nothing),
     Mutation(
         "what is reported in a failed batch is told", Session, "is_repeating", lambda real: property(lambda _: False)

@@ -646,7 +646,7 @@ MUTATIONS = (
         "workers that die while they start are not replaced", StandbyWorkers, "replace", nothing, (), (_DYING_STARTS,)
     ),
     Mutation("a shutdown leaves the workers alone", WorkerGroup, "kill_workers", nothing, (405,)),
-    Mutation("a spare is not told to leave its validation", SimReplica, "leave_call", nothing, (833,)),
+    Mutation("a spare is not told to leave its validation", SimReplica, "leave_call", nothing, (1400,)),
     Mutation("a spare that was recalled begins a validation", Loan, "recall", _recalls_unnoticed, (2309,)),
     Mutation("a spare steps in while it validates", Loan, "is_over", always_is(True), (92,)),
     Mutation("a spare that died while it validated is lent again", Loan, "__setattr__", _lives, (3693,)),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from raysgd.core.engine.placement import Slot
+from raysgd.core.engine.placement import Reservation
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.helpers.hygiene import RaySurroundings
 from tests.torch.operators_for_tests import LinearOperator
@@ -55,13 +55,15 @@ def test_rank_0_may_be_the_driver_while_the_others_are_not(ray_cluster: None, tm
 def test_the_hook_runs_before_torch_is_loaded(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a worker that Ray starts itself, as it does if that is to have variables: see `tests/helpers/forked.py`."""
 
-    def options(slot: Slot) -> dict[str, Any]:
-        return {**slot.reservation.actor_options(slot.index), "runtime_env": {"env_vars": {"GIVEN": "yes"}}}
+    actor_options = Reservation.actor_options
+
+    def options(reservation: Reservation, index: int) -> dict[str, Any]:
+        return {**actor_options(reservation, index), "runtime_env": {"env_vars": {"GIVEN": "yes"}}}
 
     def hook() -> None:
         os.environ["LOADED_BEFORE_THE_HOOK"] = " ".join({"torch", "raysgd.torch"} & sys.modules.keys())
 
-    monkeypatch.setattr(Slot, "options", property(options))
+    monkeypatch.setattr(Reservation, "actor_options", options)
     with TorchTrainer(training_operator_cls=LinearOperator, initialization_hook=hook) as trainer:
         [found] = trainer.apply_all_workers(lambda: [os.environ[name] for name in ("GIVEN", "LOADED_BEFORE_THE_HOOK")])
     assert found == ["yes", ""]

@@ -18,7 +18,7 @@ from raysgd.air import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.air.result import Result
 from raysgd.exceptions import TrainingFailedError
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit import output
+from raysgd.train.fit import recorder
 from tests.helpers.run_if import RunIf
 from tests.helpers.s3_server import S3Server
 from tests.train.fit import loops
@@ -224,7 +224,7 @@ class TestInAStore:
     def test_a_run_fails_and_is_restored(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3_server: S3Server
     ) -> None:
-        monkeypatch.setattr(output, "_UPLOAD_EVERY_S", 0.0)  # a copy of the logs is always under way
+        monkeypatch.setattr(recorder, "_UPLOAD_EVERY_S", 0.0)  # a copy of the logs is always under way
         place = s3_server.uri("recorded")
         with pytest.raises(TrainingFailedError):
             make_trainer(place, tmp_path, config={"fails_at": 1, "kind": "folder"}, callbacks=[Noting()]).fit()
