@@ -535,10 +535,6 @@ def _kills_no_lent(self: StandbyWorkers) -> None:
     self._drop([*self._coming, *self._ready])
 
 
-def _lives(real: Any) -> Any:
-    return lambda self, name, value: real(self, name, value and name != "has_died")
-
-
 def _recalls_unnoticed(real: Any) -> Any:
     def recall(self: Loan) -> None:
         real(self)
@@ -649,7 +645,6 @@ MUTATIONS = (
     Mutation("a spare is not told to leave its validation", SimReplica, "leave_call", nothing, (1400,)),
     Mutation("a spare that was recalled begins a validation", Loan, "recall", _recalls_unnoticed, (2309,)),
     Mutation("a spare steps in while it validates", Loan, "is_over", always_is(True), (92,)),
-    Mutation("a spare that died while it validated is lent again", Loan, "__setattr__", _lives, (3693,)),
     Mutation(
         "spares that validate outlive their group", StandbyWorkers, "kill_all", lambda real: _kills_no_lent, (11,)
     ),
@@ -667,7 +662,7 @@ MUTATIONS = (
     Mutation("all calls have one number", Program, "_next_number", always(1), (1513,)),
     Mutation("workers are ended that have the only state", Lifecycle, "holds_only_state", always_is(False)),
     Mutation("a call is not left", Monitor, "hold_to_leave", nothing, (), (_LONG,)),
-    Mutation("ranks that froze are not noticed once a call is left", Monitor, "_ask", _asks_no_more_once_left, (789,)),
+    Mutation("ranks that froze are not noticed once a call is left", Monitor, "_ask", _asks_no_more_once_left, (1614,)),
     Mutation("a call that was left goes on", Interpreter, "_paused", _tells(must_end=False), (29,)),
     Mutation("a state is not waited for when a call is left", Monitor, "await_snapshot", nothing, (14,)),
     Mutation("a state that was lost counts as there", Snapshots, "shares_current", always_is(True), (), (_LOST_STATE,)),

@@ -17,7 +17,6 @@ MOST_SEEDS = 400
 
 NOT_FOUND = {
     "a call that broke off goes on from inside": "a replica begins again if what it has begun is of another call",
-    "a spare that died while it validated is lent again": "its death is soon noticed, and another one validates again",
 }
 """Faults that no schedule of thousands finds any more, and why."""
 
