@@ -155,7 +155,7 @@ def test_a_restart_inside_a_call_knows_what_was_lost_before_its_snapshot(ray_clu
         Ledger,
         {4: 2, 9: [0, 1]},
         **options,
-        config={"step_s": 0.1},  # before a new worker can be ready
+        config={"step_s": 0.2},  # time for a snapshot to arrive, but not for a new worker to be ready
     )
     with trainer:
         events = [event for event in trainer.status().events if event.is_failure]
