@@ -3,6 +3,7 @@
 The order of sums depends on the number of workers and on the machine, so two right runs differ in the last bits. These
 differences grow from step to step, in some models by a factor of millions within a hundred steps, but they do not jump.
 A different sample, learning rate or bit does: it changes the loss of one step by more than all differences before it.
+Rarely, rounding jumps too, where it turns a ReLU on that nearly all samples leave off.
 """
 
 from __future__ import annotations

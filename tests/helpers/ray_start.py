@@ -16,6 +16,9 @@ VARIABLES = {
     "RAY_worker_register_timeout_seconds": f"{PATIENCE_S:.0f}",
 }
 """For the environment of all test processes, and of those that they start."""
+UNDER_TIMEOUT = {"RAY_gcs_server_port_wait_time_s": "30"}
+"""For a program whose Ray may get a signal while it starts. Ray waits for its first process also where the signal has
+ended it, and answers no signal meanwhile; this is as long as it waits for users."""
 
 
 @contextmanager
