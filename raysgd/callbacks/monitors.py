@@ -215,28 +215,16 @@ class StepMetrics(WorkerCallback):
         """Return this worker's metrics of the most recent steps, which are not part of a finished average yet."""
         return self._open.summary()
 
-    def summaries(self, after: int) -> dict[int, MetricSummary]:
+    def _news(self, operator: Any, received: int) -> dict[int, MetricSummary]:
         """Return the finished averages. The key of each average is the last step that it includes.
 
         Args:
-            after: Return the averages whose last step is later than this step. Discard the earlier averages.
+            operator: This worker's operator.
+            received: Return the averages whose last step is later than this step. Discard the earlier averages.
         """
-        for step in [step for step in list(self._closed) if step <= after]:
+        for step in [step for step in list(self._closed) if step <= received]:
             del self._closed[step]
         return {step: meters.summary() for step, meters in list(self._closed.items())}
-
-
-def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
-    """Return one worker's averages of step metrics. The key of each average is the last step that it includes.
-
-    A second thread of the worker runs this function during training, because reading metrics may wait for the GPU.
-
-    Args:
-        replica: The object in the worker that holds the training operator.
-        after: Return only averages whose last step is later than this step.
-    """
-    found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
-    return {} if found is None else found.summaries(after)
 
 
 def open_steps(replica: Any) -> tuple[int, MetricSummary]:

@@ -102,6 +102,14 @@ class WorkerCallback:
     def _on_norm(self, norm: Any) -> None:
         """Called with the gradient norm before clipping, in steps in which clipping or a callback has computed it."""
 
+    def _news(self, operator: Any, received: Any) -> Any:
+        """Return what this callback has recorded about steps and the driver does not have yet.
+
+        Args:
+            operator: This worker's operator.
+            received: Says what the driver already has. The callback can discard it.
+        """
+
     def state_key(self) -> str:
         """Return the key under which the callback's state is saved. Default: the name of the class.
 
@@ -127,6 +135,21 @@ class WorkerCallback:
             operator: This worker's operator.
             state: State to be loaded with `load_state_dict`.
         """
+
+
+def news_of(replica: Any, received: Mapping[type[WorkerCallback], Any]) -> dict[type[WorkerCallback], Any]:
+    """Return what callbacks in one worker have recorded about steps and the driver does not have yet, by their class.
+
+    A second thread of the worker runs this function during training, because reading metrics may wait for the GPU.
+
+    Args:
+        replica: The object in the worker that holds the training operator.
+        received: What the driver already has, by the class of the callback. Classes of which the worker has no callback
+            are left out of the answer.
+    """
+    operator = replica.operator
+    asked = {kind: operator._raysgd.callbacks.of_kind(kind) for kind in received}
+    return {kind: each._news(operator, received[kind]) for kind, each in asked.items() if each is not None}
 
 
 def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,20 +54,20 @@ class JournalWriter:
     Args:
         folder: The folder of the run.
         header: The line of the journal that describes this program, without `kind` and `format`.
-        is_continued: Function that returns True if the journal in the folder has the earlier steps of this run.
-            Otherwise, it is of another run, and replaced.
+        continues: True if the journal in the folder has the earlier steps of this run. Otherwise, the journal is of
+            another run, and is replaced.
 
     Raises:
-        OSError: A link leads out of the folder.
+        OSError: A link leads out of the folder, or a file cannot be written.
     """
 
-    def __init__(
-        self, folder: Path, header: Mapping[str, Any], is_continued: Callable[[], bool] = lambda: True
-    ) -> None:
-        self._folder, self._header, self._is_continued = folder / FOLDER, header, is_continued
-        for name in (LINES_FILE, STEPS_FILE, CHECKS_FILE):
-            inside(folder, f"{FOLDER}/{name}")
-        self._has_begun = False
+    def __init__(self, folder: Path, header: Mapping[str, Any], continues: bool = True) -> None:
+        self._folder = folder / FOLDER
+        files = [inside(folder, f"{FOLDER}/{name}") for name in (LINES_FILE, STEPS_FILE, CHECKS_FILE)]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in () if continues else files:
+            file.unlink(missing_ok=True)
+        self._append({"kind": RUN, "format": FORMAT, **header})
 
     def begin_leg(self, entry: Mapping[str, Any]) -> None:
         """Record that a group of workers starts to train after a step, and remove earlier records of later steps.
@@ -78,15 +78,7 @@ class JournalWriter:
         Raises:
             OSError: A file cannot be written.
         """
-        after = int(entry["step"])
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if not self._has_begun:
-            if after == 0 or not self._is_continued():
-                for name in (LINES_FILE, STEPS_FILE, CHECKS_FILE):
-                    (self._folder / name).unlink(missing_ok=True)
-            self._append({"kind": RUN, "format": FORMAT, **self._header})
-            self._has_begun = True
-        cut_steps(self._folder, after)
+        cut_steps(self._folder, int(entry["step"]))
         self._append({"kind": LEG, **entry})
 
     def write_steps(self, numbers: np.ndarray[Any, np.dtype[Any]], records: Steps) -> None:
@@ -102,7 +94,7 @@ class JournalWriter:
         write_steps(self._folder, numbers, records)
 
     def note(self, kind: str, **entries: Any) -> None:
-        """Add a line about a checkpoint, a gap, or a step that was left out. Do nothing before the first leg.
+        """Add a line about a checkpoint, a gap, or a step that was left out.
 
         Args:
             kind: `CHECKPOINT`, `GAP` or `LEFT_OUT`.
@@ -111,8 +103,7 @@ class JournalWriter:
         Raises:
             OSError: The file cannot be written.
         """
-        if self._has_begun:
-            self._append({"kind": kind, **entries})
+        self._append({"kind": kind, **entries})
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with (self._folder / LINES_FILE).open("a+b") as file:

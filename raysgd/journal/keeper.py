@@ -1,4 +1,4 @@
-"""Writes the journal of a run in the driver: fetches what the workers record about each step, and merges it."""
+"""Writes the journal of a run in the driver: merges what the workers have recorded about each step."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from raysgd._version import __version__
-from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.transfers import ask_all
+from raysgd.callbacks.callback import Run
 from raysgd.core.text.secrets import masked
 from raysgd.journal.entries import CHECKPOINT, GAP, LEFT_OUT, LEG
 from raysgd.journal.journal import Journal, JournalWriter
-from raysgd.journal.recorder import Attempt, Column, LineReport, News, StepBlock, StepRecorder, exact_sum, reports_after
+from raysgd.journal.recorder import Attempt, Column, LineReport, News, StepBlock, StepRecorder, exact_sum
 from raysgd.journal.steps import NO_LOSS, NO_NORM, STEPS, Steps
 
 logger = logging.getLogger(__name__)
 
-_FETCH_EVERY_S = 1.0
 _PLAIN = (bool, int, str, type(None))
 _NOT_OPTIONS = {
     "training_operator_cls",
@@ -157,65 +155,40 @@ class JournalKeeper:
     If a file cannot be written, the journal ends there with a warning, and the run continues.
 
     Args:
-        folder: Function that returns the folder of the run.
-        controller: Controller of the workers.
-        header: Function that returns the line of the journal that describes this program, as `header_of` does.
-        is_of_trainer: Function that returns True if this trainer has written the journal in the folder of the run.
+        run: The run.
+        life: The trainer's workers and settings, a `TrainerLife`.
+        entries: Entries for the line of the journal that describes this program, in addition to those of `header_of`.
+        is_taken_over: True if another process has started this run.
 
     Attributes:
-        recorder: The worker callback that records the steps in each worker.
+        source: The class of the worker callbacks that record the steps.
+        received: For each of these callbacks in the workers, the number of the last report that the driver has.
     """
 
-    def __init__(
-        self,
-        folder: Callable[[], Path],
-        controller: ElasticController,
-        header: Callable[[], dict[str, Any]],
-        is_of_trainer: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.recorder = StepRecorder()
-        self._folder, self._controller, self._header = folder, controller, header
-        self._is_of_trainer = is_of_trainer
+    source = StepRecorder
+
+    def __init__(self, run: Run, life: Any, entries: Mapping[str, Any], is_taken_over: bool = False) -> None:
+        self._run, self._life, self._entries, self._is_taken_over = run, life, entries, is_taken_over
+        self._folder_before = life.recorder.history.journal
         self._writer: JournalWriter | None = None
-        self._book, self._received = StepBook(), dict[str, int]()
-        self._fetched_at, self._is_off, self._gap_end = 0.0, False, 0
+        self._book, self.received = StepBook(), dict[str, int]()
+        self._is_off, self._gap_end = False, 0
 
-    @property
-    def folder(self) -> str:
-        """The folder of the run."""
-        return str(self._folder())
-
-    def __call__(self, is_done: bool) -> None:
-        """Fetch new reports about steps from the workers, and write them to the journal.
-
-        Do nothing if reports were fetched less than a second ago.
+    def receive(self, found: Sequence[News], failure: Exception | None, is_done: bool) -> None:
+        """Write the reports that the workers have sent to the journal.
 
         Args:
-            is_done: True at the end of a training call, to fetch the reports in any case.
+            found: What each worker has reported.
+            failure: The reason why a report is missing, or None. If its worker is alive, the next request brings it.
+            is_done: True if the workers have ended or left the training call.
         """
-        if is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S:
-            self.fetch(are_last=is_done)
-
-    def fetch(self, *, are_last: bool = True) -> None:
-        """Fetch all reports that the driver does not have yet, and write those that arrive in time to the journal.
-
-        Do nothing if no workers run, or if the journal has ended because a file could not be written.
-
-        Args:
-            are_last: True if the workers have ended or left the training call.
-        """
-        group, received = self._controller.group, dict(self._received)
-        if self._is_off or group is None:
-            return
-        found, failure = ask_all(group, reports_after, received, are_last=are_last)
-        if failure is not None:  # only log the error: if the worker is alive, the next request brings these reports
-            logger.debug("no news of the steps: %s", failure)
-        self._fetched_at = time.monotonic()
         try:
-            self._write(found)
+            if not self._is_off:
+                self._write(found)
         except OSError as error:
             self._is_off = True
             logger.warning("the journal of the run ends here: %s: %s", type(error).__name__, error)
+        self.received.update({each.name: each.last for each in found})
 
     def _write(self, found: Sequence[News]) -> None:
         """Write reports to the journal. First sort them, to write the start of an attempt before the attempt's steps.
@@ -229,13 +202,12 @@ class JournalKeeper:
                 self._book.add(name, report)
             elif report.kind == LEFT_OUT:
                 if (line := self._book.leave_out(report)) is not None:
-                    self._open_writer().note(LEFT_OUT, **line)
+                    self._note(LEFT_OUT, **line)
             else:
                 self._write_steps()
                 if (line := self._book.begin(report)) is not None:
-                    self._open_writer().begin_leg(line)
+                    self._begin_leg(line)
         self._write_steps()
-        self._received.update({each.name: each.last for each in found})
         lost = [each.lost for each in found if each.lost is not None]
         first, last = min((first for first, _ in lost), default=0), max((last for _, last in lost), default=0)
         if last > self._gap_end:
@@ -247,16 +219,22 @@ class JournalKeeper:
                     last,
                 )
             self._gap_end = last
-            self._open_writer().note(GAP, first_step=first, last_step=last)
+            self._note(GAP, first_step=first, last_step=last)
+
+    def _begin_leg(self, line: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            header = {**header_of(self._life.settings), "epochs": self._run.epochs, **self._entries}
+            self._writer = JournalWriter(self._run.folder, header, line["step"] > 0 and self._is_continued())
+        self._writer.begin_leg(line)
 
     def _write_steps(self) -> None:
         for numbers, records in self._book.take():
-            self._open_writer().write_steps(numbers, records)
+            assert self._writer is not None, "the book has only steps of legs that have begun"
+            self._writer.write_steps(numbers, records)
 
-    def _open_writer(self) -> JournalWriter:
-        if self._writer is None:
-            self._writer = JournalWriter(self._folder(), self._header(), self._is_continued)
-        return self._writer
+    def _note(self, kind: str, **entries: Any) -> None:
+        if self._writer is not None:
+            self._writer.note(kind, **entries)
 
     def _is_continued(self) -> bool:
         """Return True if the run continues the run of the journal in its folder.
@@ -264,13 +242,14 @@ class JournalKeeper:
         This is so if this trainer has written the journal, or if the last file that the trainer saved or loaded is in
         the folder of the run, or beside a checkpoint that the journal lists.
         """
-        if self._is_of_trainer():
+        folder = self._run.folder
+        if self._is_taken_over or self._folder_before == str(folder):
             return True
         try:
-            journal = Journal(self._folder())
+            journal = Journal(folder)
         except (FileNotFoundError, ValueError):  # there is none, or a damaged one, which the user may want to look at
             return True
-        last_file = self._controller.snapshots.last_file
+        last_file = self._life.controller.snapshots.last_file
         at = None if last_file is None else self._relative(last_file)
         if at is not None:
             is_inside = "://" not in at and not Path(at).is_absolute()
@@ -279,7 +258,7 @@ class JournalKeeper:
         reason = "the trainer has trained elsewhere before"
         if last_file is not None:
             reason = f"{last_file} is neither in that folder nor beside a checkpoint that the journal lists"
-        logger.warning("the journal in %s is of another run, so this run replaces it: %s", self._folder(), reason)
+        logger.warning("the journal in %s is of another run, so this run replaces it: %s", folder, reason)
         return False
 
     @property
@@ -295,12 +274,11 @@ class JournalKeeper:
             step: Number of the step after which the state was saved. None for the last step for which the driver has a
                 report.
         """
-        if self._writer is None or self._is_off:
+        if self._is_off:
             return
         at = self._relative(location)
         try:
-            step = self._book.last_step if step is None else step
-            self._writer.note(CHECKPOINT, step=step, location=at)
+            self._note(CHECKPOINT, step=self.last_step if step is None else step, location=at)
         except OSError as error:
             logger.warning("the journal does not say that %s was saved: %s", at, error)
 
@@ -312,7 +290,7 @@ class JournalKeeper:
         """
         if "://" in location:
             return masked(location)
-        path, folder = Path(location).expanduser(), self._folder().resolve()
+        path, folder = Path(location).expanduser(), self._run.folder.resolve()
         path = path.parent.resolve() / path.name
         return str(path.relative_to(folder)) if path.is_relative_to(folder) else masked(str(path))
 

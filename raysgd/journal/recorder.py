@@ -81,6 +81,22 @@ class _Waiting(NamedTuple):
 Report = LineReport | StepBlock
 
 
+class News(NamedTuple):
+    """The new entries that the recorder of one worker has for the driver.
+
+    Attributes:
+        name: The name of the recorder.
+        last: Number of the last report that the driver has with these reports.
+        reports: The reports.
+        lost: Numbers of the first and the last step whose report the recorder has discarded, or None.
+    """
+
+    name: str
+    last: int
+    reports: list[Report]
+    lost: tuple[int, int] | None = None
+
+
 class StepRecorder(WorkerCallback):
     """Worker callback that records the losses and gradient norms of this worker's steps.
 
@@ -143,18 +159,14 @@ class StepRecorder(WorkerCallback):
             del self._reports[place]
         self.lost = (step, step) if self.lost is None else (min(self.lost[0], step), max(self.lost[1], step))
 
-    def reports(self, after: int, to_floats: ToFloats) -> tuple[int, list[Report]]:
+    def _news(self, operator: Any, received: Mapping[str, int]) -> News:
         """Return the reports that the driver does not have yet, and discard all earlier reports.
 
-        A second thread of the worker calls this method, because reading values may wait for the GPU.
-
         Args:
-            after: Number of the last report that the driver has.
-            to_floats: Function that converts a list of one-element tensors to floats.
-
-        Returns:
-            A pair: the number of the last returned report, or `after` if there are no new reports; and the reports.
+            operator: This worker's operator.
+            received: For each recorder, the number of the last report that the driver has.
         """
+        after, to_floats = received.get(self.name, 0), operator._raysgd.to_floats
         with self._removing:
             while self._reports and self._reports[0][0] <= after:
                 self._reports.popleft()
@@ -162,37 +174,7 @@ class StepRecorder(WorkerCallback):
         for are_steps, group in groupby((each for _, each in waiting), lambda each: isinstance(each, _Waiting)):
             some: list[Any] = list(group)
             found += [_as_block(some, to_floats)] if are_steps else some
-        return (waiting[-1][0] if waiting else after), found
-
-
-class News(NamedTuple):
-    """The new entries that the recorder of one worker has for the driver.
-
-    Attributes:
-        name: The name of the recorder; "" if the worker has no recorder.
-        last: Number of the last report that is included.
-        reports: The reports.
-        lost: Numbers of the first and the last step whose report the recorder has discarded, or None.
-    """
-
-    name: str
-    last: int
-    reports: list[Report]
-    lost: tuple[int, int] | None = None
-
-
-def reports_after(replica: Any, received: Mapping[str, int]) -> News:
-    """Return the reports of the recorder in a worker that the driver does not have yet.
-
-    Args:
-        replica: The object in the worker that holds the training operator.
-        received: For each recorder, the number of the last report that the driver has.
-    """
-    internals = replica.operator._raysgd
-    found: StepRecorder | None = internals.callbacks.of_kind(StepRecorder)
-    if found is None:
-        return News("", 0, [])
-    return News(found.name, *found.reports(received.get(found.name, 0), internals.to_floats), found.lost)
+        return News(self.name, waiting[-1][0] if waiting else after, found, self.lost)
 
 
 def _loss_of(metrics: Sequence[PendingMetric]) -> tuple[Any, Any]:

@@ -21,13 +21,15 @@ from raysgd.callbacks import (
     ThroughputMonitor,
     WorkerCallback,
 )
+from raysgd.callbacks.calling import CallbackCalls
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.core.engine.shared.interface import GroupEvent
 from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
 from raysgd.exceptions import WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.trainer.driver.fit_epoch import StepMetricsReader
+from raysgd.trainer.driver.fit_epoch import StepMetricsMerger, StepReports
 from raysgd.trainer.driver.live_changes import use_worker_callbacks
+from raysgd.trainer.messages.epochs import open_steps_from_data
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator, equal
 
 Make = Callable[..., TorchTrainer]
@@ -272,8 +274,8 @@ class TestSteps:
         measured._on_leg(operator, {})
         for step, value in ((7, 1.0), (8, 2.0), (9, 3.0), (8, 90.0), (9, 90.0), (10, 5.0), (12, 6.0), (13, 7.0)):
             measured.on_step_end(operator, step, {"a": value, "num_samples": 2, "text": "x", "b": 1.0})
-        assert {step: row["a"] for step, row in measured.summaries(0).items()} == {8: 1.5, 10: 4.0, 12: 6.0}
-        assert [*measured.summaries(10)] == [12]
+        assert {step: row["a"] for step, row in measured._news(operator, 0).items()} == {8: 1.5, 10: 4.0, 12: 6.0}
+        assert [*measured._news(operator, 10)] == [12]
 
     def test_of_a_run_that_resumes_end_at_the_same_steps_with_several_batches_in_a_step(self) -> None:
         """A run with three batches in a step, whose open means are not in its file, because all workers had died."""
@@ -284,39 +286,76 @@ class TestSteps:
             measured._on_leg(operator, {})  # the group has changed
             measured.on_step_end(operator, step, {"a": 1.0, "num_samples": 2})
             operator.global_step = step
-        assert [*measured.summaries(0)] == [23, 29]
+        assert [*measured._news(operator, 0)] == [23, 29]
 
     def test_are_means_over_the_ranks_that_counted_samples_and_none_is_told_twice_or_too_early(self) -> None:
-        ranks, told = Ranks({}, {}), list[tuple[int, dict[str, float]]]()
-        read = StepMetricsReader(cast("Any", ranks), lambda step, metrics: told.append((step, metrics)))
-        read(False)
-        ranks.answers = [{2: means(1.0, 6), 4: means(3.0, 2)}, {2: means(5.0, 2)}]
-        read(False)
-        assert told == []  # they were asked less than a second ago
-        read._asked_at = 0.0
-        read(False)
-        assert told == [(2, {"a": 2.0})]
-        ranks.answers = [{4: means(3.0, 2), 6: means(1.0, 2)}, {2: means(5.0, 2), 4: means(math.nan, 0)}]
-        read(True)
-        assert told[1:] == [(4, {"a": 3.0}), (6, {"a": 1.0})]
-        ranks.answers = [{8: means(1.0, 1)}, TimeoutError("late")]
-        read(True)
-        ranks.answers = [{6: means(9.0, 1), 8: means(1.0, 1)}]
-        read(True)
-        assert (told[3:], ranks.asked_after) == ([(8, {"a": 1.0})], [0, 0, 2, 6, 6])
+        told = list[tuple[int, dict[str, float]]]()
+        merger = StepMetricsMerger(lambda step, metrics: told.append((step, metrics)))
+        merger.receive([{}, {}], None, is_done=False)
+        assert (told, merger.received) == ([], 0)
+        merger.receive([{2: means(1.0, 6), 4: means(3.0, 2)}, {2: means(5.0, 2)}], None, is_done=False)
+        assert (told, merger.received) == ([(2, {"a": 2.0})], 2)
+        last = [{4: means(3.0, 2), 6: means(1.0, 2)}, {2: means(5.0, 2), 4: means(math.nan, 0)}]
+        merger.receive(last, None, is_done=True)
+        assert (told[1:], merger.received) == ([(4, {"a": 3.0}), (6, {"a": 1.0})], 6)
+        merger.receive([{8: means(1.0, 1)}], TimeoutError("late"), is_done=True)
+        assert told[3:] == []
+        merger.receive([{6: means(9.0, 1), 8: means(1.0, 1)}], None, is_done=True)
+        assert told[3:] == [(8, {"a": 1.0})]
 
     def test_are_those_of_the_other_ranks_where_one_is_lost_before_a_file_is_saved(self) -> None:
-        ranks, told = Ranks({2: means(1.0, 6)}, WorkersLostError("gone")), list[int]()
-        read = StepMetricsReader(cast("Any", ranks), lambda step, metrics: told.append(step))
-        read(False)
+        told, failure = list[int](), WorkersLostError("gone")
+        merger = StepMetricsMerger(lambda step, metrics: told.append(step))
+        merger.receive([{2: means(1.0, 6)}], failure, is_done=False)
         assert told == []  # they are asked again
-        read(is_done=True)
+        merger.receive([{2: means(1.0, 6)}], failure, is_done=True)
         assert told == [2]
-        ranks.answers = [(3, means(1.0, 2)), WorkersLostError("gone")]
-        assert read.open() == ((3, means(1.0, 2)),)
+        merger.receive([], failure, is_done=True)
+        assert told == [2]
+
+
+class Counts(Callback):
+    """Is told of the metrics of steps."""
+
+    def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None: ...
+
+
+class TestStepReports:
+    def test_are_asked_for_at_most_once_a_second_while_a_call_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ranks, clock = Ranks({}, {}), SimpleNamespace(now=100.0)
+        for module in ("raysgd.trainer.driver.fit_epoch", "raysgd.core.engine.transfers"):
+            monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: clock.now))
+        reader = reports_of(ranks).reader
+        assert reader is not None
+        for clock.now, is_done, num_asked in (
+            (100.0, False, 1),
+            (100.9, False, 1),
+            (101.1, False, 2),
+            (101.2, True, 3),
+            (101.3, False, 3),
+        ):
+            reader(is_done)
+            assert ranks.num_asked == num_asked
+        ranks.group = None
+        reader(True)
+        assert ranks.num_asked == 3, "no workers run"
+
+    def test_of_ranks_that_answer_go_into_a_checkpoint(self) -> None:
+        ranks = Ranks((3, means(1.0, 2)), WorkersLostError("gone"))
+        reports = reports_of(ranks)
+        saved = open_steps_from_data(reports.open_steps())
+        assert saved == (3, (means(1.0, 2),))
         ranks.answers = [WorkersLostError("gone")] * 2
-        read(is_done=True)
-        assert (told, read.open()) == ([2], ())
+        assert reports.open_steps() is None
+        assert reports_of(ranks, log_every_n_steps=0).open_steps() is None
+
+
+def reports_of(ranks: Ranks, log_every_n_steps: int = 1) -> StepReports:
+    """Return the reports of a run with a callback that is told of the metrics of steps."""
+    life = SimpleNamespace(framework=SimpleNamespace(acts_between_steps=True), controller=ranks)
+    run = Run(name="run", callbacks=[Counts()])
+    calls = CallbackCalls(run.callbacks, run)
+    return StepReports(cast("Any", life), run, calls, (), log_every_n_steps, journal=None, is_taken_over=False)
 
 
 def means(value: float, num_samples: int) -> MetricSummary:
@@ -329,7 +368,8 @@ class Ranks:
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
-        self.asked_after: list[int] = []
+        self.num_asked = 0
+        self.group: Ranks | None = self
 
     def ensure_group(self) -> Ranks:
         return self
@@ -337,8 +377,8 @@ class Ranks:
     def __len__(self) -> int:
         return len(self.answers)
 
-    def fetch(self, rank: int, function: Any, *after: int) -> Any:
-        self.asked_after += [] if rank else after
+    def fetch(self, rank: int, function: Any, *received: Any) -> Any:
+        self.num_asked += rank == 0
 
         def result(timeout_s: float) -> Any:
             if isinstance(self.answers[rank], Exception):

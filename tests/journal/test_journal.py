@@ -266,7 +266,6 @@ def test_a_journal_is_not_written_through_a_link_that_leads_out_of_the_folder(tm
 
 def test_records_may_come_in_any_order_and_leave_gaps(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, HEADER)
-    writer.note(CHECKPOINT, step=0, location="nothing.ckpt")  # before the first step, there is nothing to note it in
     writer.begin_leg(leg_line(0))
     writer.write_steps(np.array([3, 6]), np.array([(0.5, NO_NORM, 4), (0.25, NO_NORM, 4)], STEPS))
     assert Journal(tmp_path).numbers() == [3, 6]

@@ -1,81 +1,68 @@
-"""How the driver fetches what the workers have recorded: from those that answer, and without a long wait for others."""
+"""What the driver writes to the journal of what the workers have recorded."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from raysgd.callbacks import Run
+from raysgd.core.history.history import History
 from raysgd.journal.entries import LEG
 from raysgd.journal.journal import FOLDER, LINES_FILE, Journal
 from raysgd.journal.keeper import JournalKeeper
 from raysgd.journal.recorder import PARTS, LineReport, News, StepBlock
 from raysgd.journal.steps import NO_NORM
-from tests.journal.made import HEADER, leg_line
+from raysgd.torch import TrainingOperator
+from raysgd.torch.operator.settings import TorchSettings
+from tests.journal.made import leg_line
 
 
-class Clock:
-    """A clock that only waits move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-class Group:
-    """Workers of which only the last one answers. Also the controller of this group."""
-
-    def __init__(self, size: int, clock: Clock) -> None:
-        self.size, self.clock = size, clock
-        self.lost: tuple[int, int] | None = None
-
-    @property
-    def group(self) -> Group:
-        return self
-
-    def __len__(self) -> int:
-        return self.size
-
-    def fetch(self, rank: int, function: Any, received: Any) -> Any:
-        def result(timeout_s: float) -> Any:
-            if rank == self.size - 1:
-                leg = LineReport(LEG, (1, 1), leg_line(0, num_workers=self.size))
-                steps = StepBlock((1, 1), np.array([(1, 2.0, 1.0, NO_NORM), (2, 2.0, 1.0, NO_NORM)], PARTS))
-                return News("last", 3, [leg, steps], self.lost)
-            self.clock.now += timeout_s
-            raise TimeoutError
-
-        return SimpleNamespace(result=result)
+def keeper_in(folder: Path) -> JournalKeeper:
+    life = SimpleNamespace(
+        settings=TorchSettings(TrainingOperator, {}),
+        recorder=SimpleNamespace(history=History()),
+        controller=SimpleNamespace(),
+    )
+    return JournalKeeper(Run(name="run", folder=folder), life, {"validation_freq": 1, "has_dataset": False})
 
 
-def test_the_driver_waits_for_all_silent_workers_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    for module in ("raysgd.journal.keeper", "raysgd.core.engine.transfers"):
-        monkeypatch.setattr(f"{module}.time", clock)
-    keeper = JournalKeeper(lambda: tmp_path, cast("Any", Group(64, clock)), lambda: HEADER)
-    keeper(is_done=False)
-    assert clock.now == pytest.approx(101.0)
-    assert [Journal(tmp_path).check_step(step).loss for step in (1, 2)] == [2.0, 2.0]
+def news(lost: tuple[int, int] | None = None) -> News:
+    leg = LineReport(LEG, (1, 1), leg_line(0, num_workers=64))
+    steps = StepBlock((1, 1), np.array([(1, 2.0, 1.0, NO_NORM), (2, 2.0, 1.0, NO_NORM)], PARTS))
+    return News("last", 3, [leg, steps], lost)
 
 
 def test_steps_that_were_lost_are_told_once_in_the_log_and_at_each_change_in_the_journal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group = Group(1, Clock())
-    keeper = JournalKeeper(lambda: tmp_path, cast("Any", group), lambda: HEADER)
-    keeper.fetch()
+    keeper = keeper_in(tmp_path)
+    keeper.note_checkpoint("nothing.ckpt", 0)  # before the first leg, there is no line to add it to
+    keeper.receive([news()], None, is_done=True)
+    assert keeper.received == {"last": 3}
     assert not caplog.messages
-    for group.lost in ((3, 7), (3, 7), (3, 9)):
-        keeper.fetch()
+    for lost in ((3, 7), (3, 7), (3, 9)):
+        keeper.receive([news(lost)], None, is_done=True)
     [message] = caplog.messages
     assert "the journal of the run lacks steps from 3 to 7" in message
-    lines = map(json.loads, (tmp_path / FOLDER / LINES_FILE).read_text().splitlines())
+    lines = [*map(json.loads, (tmp_path / FOLDER / LINES_FILE).read_text().splitlines())]
+    assert [line["kind"] for line in lines] == ["run", "leg", "gap", "gap"]
     gaps = [(line["first_step"], line["last_step"]) for line in lines if line["kind"] == "gap"]
     assert gaps == [(3, 7), (3, 9)]
     assert Journal(tmp_path).numbers() == [1, 2]
+
+
+def test_a_journal_that_cannot_be_written_ends_and_the_workers_keep_no_reports_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FOLDER).write_text("no folder")
+    keeper = keeper_in(tmp_path)
+    for last in (3, 4):
+        keeper.receive([news()._replace(last=last)], None, is_done=False)
+        keeper.note_checkpoint("a.ckpt", 1)
+    [message] = caplog.messages
+    assert "the journal of the run ends here: " in message
+    assert keeper.received == {"last": 4}

@@ -21,7 +21,7 @@ ATTEMPT = (3, 1)
 
 @pytest.fixture
 def operator() -> Any:
-    return SimpleNamespace(global_step=0)
+    return SimpleNamespace(global_step=0, _raysgd=SimpleNamespace(to_floats=read_tensors))
 
 
 @pytest.fixture
@@ -47,8 +47,15 @@ def rows(block: Any) -> list[tuple[Any, ...]]:
     return rows
 
 
-def recorded(recorder: StepRecorder, after: int = 0) -> list[tuple[Any, ...]]:
-    _, (leg, block) = recorder.reports(after, read_tensors)
+def reports(recorder: StepRecorder, operator: Any, after: int = 0) -> tuple[int, list[Any]]:
+    """Return the number of the last report that the driver has then, and the reports after the given one."""
+    news = recorder._news(operator, {recorder.name: after})
+    assert (news.name, news.lost) == (recorder.name, recorder.lost)
+    return news.last, news.reports
+
+
+def recorded(recorder: StepRecorder, operator: Any) -> list[tuple[Any, ...]]:
+    _, (leg, block) = reports(recorder, operator)
     assert isinstance(leg, LineReport)
     return rows(block)
 
@@ -81,7 +88,7 @@ def test_a_loss_counts_by_its_weight(
     recorder: StepRecorder, operator: Any, metrics: Any, total: float, weight: float
 ) -> None:
     recorder._on_batch(operator, held(metrics), True)
-    assert recorded(recorder) == [(1, total, weight, NO_NORM)]
+    assert recorded(recorder, operator) == [(1, total, weight, NO_NORM)]
 
 
 def test_a_step_of_several_batches_is_their_sum(recorder: StepRecorder, operator: Any) -> None:
@@ -91,14 +98,14 @@ def test_a_step_of_several_batches_is_their_sum(recorder: StepRecorder, operator
     recorder._on_batch(operator, held({"train_loss": 2.0, "num_samples": 2}), True)
     operator.global_step = 2
     recorder._on_batch(operator, None, True)  # padding
-    assert recorded(recorder) == [(2, 8.0, 6, 0.25), (3, 0.0, 0, NO_NORM)]
+    assert recorded(recorder, operator) == [(2, 8.0, 6, 0.25), (3, 0.0, 0, NO_NORM)]
 
 
 def test_a_step_that_broke_off_is_forgotten(recorder: StepRecorder, operator: Any) -> None:
     recorder._on_batch(operator, held({"train_loss": 9.0}), False)
     recorder._on_leg(operator, {"attempt": [3, 2], "obstacle": None})
     recorder._on_batch(operator, held({"train_loss": 1.0}), True)
-    last, (block,) = recorder.reports(2, read_tensors)
+    last, (block,) = reports(recorder, operator, 2)
     assert last == 3
     assert isinstance(block, StepBlock)
     assert (block.attempt, block.parts[["step", "total"]].tolist()) == ((3, 2), [(1, 1.0)])
@@ -108,9 +115,9 @@ def test_steps_of_two_attempts_are_two_reports(recorder: StepRecorder, operator:
     recorder._on_batch(operator, held({"train_loss": 9.0}), True)
     recorder._on_leg(operator, {"attempt": [3, 2], "obstacle": None})
     recorder._on_batch(operator, held({"train_loss": 1.0}), True)
-    last, reports = recorder.reports(0, read_tensors)
+    last, found = reports(recorder, operator)
     assert last == 4
-    assert [(type(each), each.attempt) for each in reports] == [
+    assert [(type(each), each.attempt) for each in found] == [
         (LineReport, (3, 1)),
         (StepBlock, (3, 1)),
         (LineReport, (3, 2)),
@@ -122,12 +129,12 @@ def test_reports_are_kept_until_the_driver_has_them(recorder: StepRecorder, oper
     for operator.global_step in range(3):
         recorder._on_batch(operator, held({"train_loss": 1.0}), True)
     for _ in range(2):  # an answer may be lost
-        assert [step for step, *_ in recorded(recorder)] == [1, 2, 3]
-    last, (block,) = recorder.reports(3, read_tensors)
+        assert [step for step, *_ in recorded(recorder, operator)] == [1, 2, 3]
+    last, (block,) = reports(recorder, operator, 3)
     assert (last, [step for step, *_ in rows(block)]) == (4, [3])
-    last, (block,) = recorder.reports(0, read_tensors)
+    last, (block,) = reports(recorder, operator, 0)
     assert (last, [step for step, *_ in rows(block)]) == (4, [3]), "the driver has the others"
-    assert recorder.reports(4, read_tensors) == (4, [])
+    assert reports(recorder, operator, 4) == (4, [])
 
 
 def test_the_oldest_steps_are_discarded_if_too_many_wait_but_not_the_start_of_their_leg(
@@ -137,7 +144,7 @@ def test_the_oldest_steps_are_discarded_if_too_many_wait_but_not_the_start_of_th
     for operator.global_step in range(6):
         assert recorder.lost == (None if operator.global_step < 4 else (1, operator.global_step - 3))
         recorder._on_batch(operator, held({"train_loss": 1.0}), True)
-    assert [step for step, *_ in recorded(recorder)] == [4, 5, 6]
+    assert [step for step, *_ in recorded(recorder, operator)] == [4, 5, 6]
     assert recorder.lost == (1, 3)
 
 
@@ -153,7 +160,8 @@ def test_a_tensor_on_a_device_is_not_read_in_the_step(recorder: StepRecorder, op
         read.append(len(tensors))
         return [0.5, 8.0][: len(tensors)]
 
-    _, (_, block) = recorder.reports(0, to_floats)
+    operator._raysgd.to_floats = to_floats
+    _, (_, block) = reports(recorder, operator)
     assert rows(block) == [(1, 4.0, 8.0, 0.5)]
     assert read == [2, 1]
 
@@ -163,7 +171,7 @@ def test_the_largest_norm_of_several_optimizers_counts(recorder: StepRecorder, o
         recorder._on_norm(norm)
     recorder._on_norm(None)  # an override of `clip_grad_norm` returns nothing
     recorder._on_batch(operator, held({"train_loss": 1.0}), True)
-    ((*_, norm),) = recorded(recorder)
+    ((*_, norm),) = recorded(recorder, operator)
     assert math.isnan(norm)
 
 

@@ -1,7 +1,8 @@
 """Runs an epoch of `fit`: decides where to pause, validates, and passes the metrics of steps to callbacks.
 
-`EpochResults` adds the metrics of epochs to the run's history. `StepReports` also fetches the entries of the journal,
-the record of a run's steps, which the driver writes into the run's folder. See ADR 140.
+`EpochResults` adds the metrics of epochs to the run's history. `StepReports` fetches what the workers have recorded
+about their steps: metrics for callbacks, and the entries of the journal, the record of a run's steps, which the driver
+writes into the run's folder. See ADR 140.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls
-from raysgd.callbacks.monitors import StepMetrics, open_steps, summaries_of_steps
-from raysgd.callbacks.worker_callback import WorkerCallback, refuse_equal_keys
-from raysgd.core.engine.controller import ElasticController
+from raysgd.callbacks.monitors import StepMetrics, open_steps
+from raysgd.callbacks.worker_callback import WorkerCallback, news_of, refuse_equal_keys
 from raysgd.core.engine.shared.interface import CallHandle
 from raysgd.core.engine.transfers import ask_all
 from raysgd.core.history import readable
@@ -29,7 +29,7 @@ from raysgd.core.sending import is_sendable
 from raysgd.exceptions import NoDataError, OnFailure, UnpicklableError, WorkersLostError, failure_logged
 from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
 from raysgd.trainer.driver.life import TrainerLife
-from raysgd.trainer.driver.listeners import Listener, StepReader
+from raysgd.trainer.driver.listeners import Listener
 from raysgd.trainer.driver.live_changes import use_worker_callbacks
 from raysgd.trainer.messages.epochs import OpenSteps, summaries_as_data
 
@@ -289,55 +289,44 @@ class EpochResults:
             logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
 
 
-_ASK_FOR_STEPS_S = 1.0
-
-
-class StepMetricsReader:
-    """Asks all ranks for the metrics of their last steps, once a second and at the end of a training call.
+class StepMetricsMerger:
+    """Averages the metrics of steps over all ranks, and passes them to callbacks.
 
     Args:
-        controller: Controller of the workers.
         tell: Function that receives the number of a step that all ranks have reached, and the metrics since the last
             report, averaged over all ranks. It receives no step twice.
+
+    Attributes:
+        source: The class of the worker callbacks that measure the metrics.
+        received: Number of the last step whose metrics were passed on.
     """
 
-    def __init__(self, controller: ElasticController, tell: Callable[[int, dict[str, float]], None]) -> None:
-        self._controller, self._tell = controller, tell
-        self._last_step, self._asked_at = 0, 0.0
+    source = StepMetrics
 
-    def open(self) -> tuple[tuple[int, MetricSummary], ...]:
-        """Return the metrics that each rank has measured since they were last averaged over all ranks and reported.
+    def __init__(self, tell: Callable[[int, dict[str, float]], None]) -> None:
+        self._tell = tell
+        self.received = 0
 
-        There is one pair per rank that responds: the rank's current step, and its metrics.
+    def receive(self, by_rank: Sequence[Mapping[int, MetricSummary]], failure: Exception | None, is_done: bool) -> None:
+        """Pass on the metrics that have not been passed on yet.
+
+        Args:
+            by_rank: The metrics that each rank has sent, by step.
+            failure: The reason why the metrics of a rank are missing, or None.
+            is_done: True if the training call has stopped.
         """
-        metrics, failure = ask_all(self._controller.ensure_group(), open_steps, are_last=True)
-        if failure is not None:
-            logger.warning(
-                "the checkpoint lacks metrics of the steps since the last log line, so the next one after a resume "
-                "covers fewer steps or samples: %s",
-                failure,
-            )
-        return tuple(metrics)
-
-    def __call__(self, is_done: bool) -> None:
-        """Report the metrics that have not been reported yet, if it is time, or if the training call has stopped."""
-        if not is_done and time.monotonic() <= self._asked_at + _ASK_FOR_STEPS_S:
+        # A later request brings the metrics of all ranks, too. But there may be none after a rank was lost when the
+        # workers had stopped, because a file of their last step may be saved now.
+        if failure is not None and (not is_done or isinstance(failure, TimeoutError)):
             return
-        by_rank: list[Mapping[int, MetricSummary]]
-        group = self._controller.ensure_group()
-        by_rank, failure = ask_all(group, summaries_of_steps, self._last_step, are_last=is_done)
-        if failure is not None:
-            logger.debug("no news of the steps: %s", failure)
-            # A later request brings the metrics of all ranks, too. But there may be none after a rank was lost when the
-            # workers had stopped, because a file of their last step may be saved now.
-            if not by_rank or not is_done or isinstance(failure, TimeoutError):
-                by_rank = [{}]
-        self._asked_at = time.monotonic()
-        until = (max if is_done else min)(max(steps, default=0) for steps in by_rank)
-        for step in sorted({step for steps in by_rank for step in steps if self._last_step < step <= until}):
-            self._last_step = step
+        until = (max if is_done else min)((max(steps, default=0) for steps in by_rank), default=0)
+        for step in sorted({step for steps in by_rank for step in steps if self.received < step <= until}):
+            self.received = step
             rows = [row for steps in by_rank if (row := steps.get(step)) and row[NUM_SAMPLES]]  # not of idle ranks
             self._tell(step, readable.chosen(merge(rows), None))
+
+
+_FETCH_EVERY_S = 1.0
 
 
 class StepReports:
@@ -358,7 +347,7 @@ class StepReports:
 
     Attributes:
         listeners: Functions that receive the progress of training calls.
-        readers: Functions that fetch the workers' records of their steps.
+        reader: Function that fetches the workers' records of their steps. None if they keep no records.
         journal: Writes the journal of the run. None if the run has no journal.
     """
 
@@ -376,36 +365,22 @@ class StepReports:
         self._worker_callbacks = [*worker_callbacks]
         tell_progress = partial(calls.tell_inside, "on_progress")
         self.listeners: list[Listener] = [tell_progress] if calls.wants("on_progress") else []
-        self.readers: list[StepReader] = []
-        self._steps: StepMetricsReader | None = None
+        self._fetched_at = 0.0
         self._step_metrics: StepMetrics | None = None
+        self.journal: JournalKeeper | None = None
+        self._receivers: list[StepMetricsMerger | JournalKeeper] = []
         if log_every_n_steps and life.framework.acts_between_steps and calls.wants("on_step_metrics"):
             self._step_metrics = StepMetrics(log_every_n_steps)
             self._worker_callbacks.append(self._step_metrics)
-            self._steps = StepMetricsReader(life.controller, partial(calls.tell_inside, "on_step_metrics"))
-            self.readers.append(self._steps)
-        self.journal = None if journal is None else self._open_journal(journal)
+            self._receivers.append(StepMetricsMerger(partial(calls.tell_inside, "on_step_metrics")))
+        if journal is not None and life.framework.acts_between_steps:
+            from raysgd.journal.keeper import JournalKeeper  # imported here: not needed without a folder
+            from raysgd.journal.recorder import StepRecorder
 
-    def _open_journal(self, entries: Mapping[str, Any]) -> JournalKeeper | None:
-        """Return the object that writes the run's journal, the record of its steps, into the run's folder.
-
-        Return None if the workers cannot call callbacks around their steps.
-        """
-        run, life = self._run, self._life
-        if not life.framework.acts_between_steps:
-            return None
-        from raysgd.journal.keeper import JournalKeeper, header_of  # imported here: not needed without a folder
-
-        before, is_taken_over = life.recorder.history.journal, self._is_taken_over
-        journal = JournalKeeper(
-            lambda: run.folder,
-            life.controller,
-            lambda: {**header_of(life.settings), "epochs": run.epochs, **entries},
-            lambda: is_taken_over or before == str(run.folder),
-        )
-        self._worker_callbacks.append(journal.recorder)
-        self.readers.append(journal)
-        return journal
+            self.journal = JournalKeeper(run, life, journal, is_taken_over)
+            self._worker_callbacks.append(StepRecorder())
+            self._receivers.append(self.journal)
+        self.reader = self._fetch_if_due if self._receivers else None
 
     def check(self) -> None:
         """Check before the run that the worker callbacks can work in it.
@@ -436,7 +411,7 @@ class StepReports:
 
         def take_out() -> None:
             if self.journal is not None:
-                self.journal.fetch()  # users who look for the cause of an error need the steps before it
+                self._fetch([self.journal])  # users who look for the cause of an error need the steps before it
             # An error here must not hide the error that ended the run.
             with failure_logged(logger.warning, "could not take callbacks out of the workers: %r"):
                 use(())
@@ -449,8 +424,29 @@ class StepReports:
 
     def fetch(self) -> None:
         """Fetch the reports on steps that the driver lacks. Called after the workers have stopped between two steps."""
-        for reader in self.readers:
-            reader(True)
+        self._fetch(self._receivers)
+
+    def _fetch_if_due(self, is_done: bool) -> None:
+        if is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S:
+            self._fetch(self._receivers, is_done)
+
+    def _fetch(self, receivers: Sequence[StepMetricsMerger | JournalKeeper], is_done: bool = True) -> None:
+        """Fetch reports on steps from all workers that respond in time. Do nothing if no workers run.
+
+        Args:
+            receivers: The objects that receive the reports.
+            is_done: True if the training call has stopped.
+        """
+        group = self._life.controller.group
+        if group is None or not receivers:
+            return
+        received = {each.source: each.received for each in receivers}
+        answers, failure = ask_all(group, news_of, received, are_last=is_done)
+        if failure is not None:  # only log the error: if the worker is alive, the next request brings these reports
+            logger.debug("no news of the steps: %s", failure)
+        self._fetched_at = time.monotonic()
+        for each in receivers:
+            each.receive([answer[each.source] for answer in answers if each.source in answer], failure, is_done)
 
     def open_steps(self) -> list[Any] | None:
         """Return the step metrics that have not been passed to callbacks yet, as plain data for the sidecar.
@@ -459,7 +455,15 @@ class StepReports:
         followed by the metrics of each rank that responds. Return None if no step metrics are measured, or if no rank
         responds.
         """
-        by_rank = () if self._steps is None else self._steps.open()
+        if self._step_metrics is None:
+            return None
+        by_rank, failure = ask_all(self._life.controller.ensure_group(), open_steps, are_last=True)
+        if failure is not None:
+            logger.warning(
+                "the checkpoint lacks metrics of the steps since the last log line, so the next one after a resume "
+                "covers fewer steps or samples: %s",
+                failure,
+            )
         return [by_rank[0][0], *summaries_as_data(metrics for _, metrics in by_rank)] if by_rank else None
 
     def go_on_from(self, begun: OpenSteps | None) -> None:

@@ -266,7 +266,7 @@ class FitRun:
         run, results, leaving = self._run, self._results, self._leaving
         is_pending = self._resume()
         if self._reports.journal is not None:
-            self.history.journal = self._life.recorder.history.journal = self._reports.journal.folder
+            self.history.journal = self._life.recorder.history.journal = str(run.folder)
         is_asked = self._options.validate == ASYNC and results.validates
         run.validates_beside = is_asked and self._trainer_calls.validates_beside
         error: BaseException | None = None
@@ -332,7 +332,7 @@ class FitRun:
         if run.is_stopping:
             return None
         run.epoch += 1
-        with self._life.listeners.listening(*reports.listeners, step_readers=reports.readers):
+        with self._life.listeners.listening(*reports.listeners, step_reader=reports.reader):
             trained = self._trained({"num_epochs": run.epochs, VALIDATES: results.validates})
             if trained is None:
                 run.epoch -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import methodcaller
 
@@ -32,39 +32,39 @@ _INSIDE_A_CALL = (
 class ProgressListeners:
     """Asks rank 0 for its progress while a call runs, and reports that progress to listeners.
 
-    Without listeners, rank 0 is not asked. Step readers are also called while a call runs, but do not need the
+    Without listeners, rank 0 is not asked. The step reader is also called while a call runs, but does not need the
     progress.
 
     Attributes:
         listeners: Functions that receive the progress about ten times a second, and once after the call has returned.
-        step_readers: Functions that fetch the workers' records of their steps.
+        step_reader: Function that fetches the workers' records of their steps, or None.
     """
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
         self.listeners: list[Listener] = []
-        self.step_readers: list[StepReader] = []
+        self.step_reader: StepReader | None = None
 
     @contextmanager
-    def listening(self, *listeners: Listener, step_readers: Sequence[StepReader] = ()) -> Iterator[None]:
-        """Report progress to these listeners too, and call these step readers, inside the block."""
+    def listening(self, *listeners: Listener, step_reader: StepReader | None = None) -> Iterator[None]:
+        """Report progress to these listeners too, and call this step reader, inside the block."""
+        before = self.step_reader
         self.listeners += listeners
-        self.step_readers += step_readers
+        self.step_reader = step_reader or before
         try:
             yield
         finally:
             for listener in listeners:
                 self.listeners.remove(listener)
-            for reader in step_readers:
-                self.step_readers.remove(reader)
+            self.step_reader = before
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
         """Function that the driver calls repeatedly while it waits for the workers.
 
-        None if there are neither listeners nor step readers.
+        None if there are neither listeners nor a step reader.
         """
-        return self._on_wait if self.listeners or self.step_readers else None
+        return self._on_wait if self.listeners or self.step_reader else None
 
     def _on_wait(self) -> None:
         if self.listeners:
@@ -72,12 +72,12 @@ class ProgressListeners:
         self._read_steps(is_done=False)
 
     def _read_steps(self, is_done: bool) -> None:
-        with self._controller.turns.closed(_INSIDE_A_CALL):
-            for reader in tuple(self.step_readers):
-                reader(is_done)
+        if self.step_reader is not None:
+            with self._controller.turns.closed(_INSIDE_A_CALL):
+                self.step_reader(is_done)
 
     def tell_end(self, kind: ProgressKind, options: EpochRequest, answer: EpochAnswer) -> None:
-        """Report to the listeners that a call has returned. After a training call, report this to the step readers too.
+        """Report to the listeners that a call has returned. After a training call, report this to the step reader too.
 
         Args:
             kind: The type of call.
@@ -93,7 +93,7 @@ class ProgressListeners:
             loss = numbers.get("last_train_loss" if kind == "train" else "val_loss")
             epochs = answer.epoch_idx, options.info.get("num_epochs")
             self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
-        if kind == "train" and self.step_readers:
+        if kind == "train":
             self._read_steps(is_done=True)
 
     def _tell_of_now(self) -> None:

@@ -156,7 +156,7 @@ def test_rank_0_is_asked_for_its_progress_only_if_a_listener_needs_it() -> None:
     found, request = ProgressListeners(cast("Any", rank)), EpochRequest(None, {}, False, seed=0)
     answer = EpochAnswer(None, None, 9)
     assert found.on_wait is None
-    with found.listening(step_readers=[read.append]):
+    with found.listening(step_reader=read.append):
         assert found.on_wait is not None
         found.on_wait()
         assert (rank.num_asked, read) == (0, [False])
