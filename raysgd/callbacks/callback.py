@@ -271,7 +271,6 @@ class Run:
         config: Mapping[str, Any] | None = None,
         trainer: Any | None = None,
         epochs: int | None = None,
-        history: History | None = None,
         folder: str | Path | None = None,
         callbacks: list[Callback] | None = None,
         save: Callable[[Run, str], None] | None = None,
@@ -284,7 +283,7 @@ class Run:
         self.config = dict(config or {})
         self.epoch = self.step = 0
         self.epochs = epochs
-        self.history = History() if history is None else history
+        self.history = History()
         self.callbacks = callbacks if callbacks is not None else []
         self.started_at = time.time()
         self.validates_beside = False

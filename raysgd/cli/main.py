@@ -210,11 +210,13 @@ def why(run_folder: str, step: int | None, jumps: bool, **arguments: Any) -> Non
     """
     if (step is None) == (not jumps):
         raise click.UsageError("Pass `--step N`, or `--jumps`.")
-    from raysgd.replay import questions
-
     if step is None:
-        _show(questions.find_jumps(run_folder))
+        from raysgd.replay.jumps import find_jumps
+
+        _show(find_jumps(run_folder))
     else:
+        from raysgd.replay import questions
+
         _show(questions.why(run_folder, step, **arguments))
 
 

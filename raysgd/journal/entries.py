@@ -270,7 +270,7 @@ class OtherLayout:
 
 
 Layout = LoaderLayout | StreamLayout | OtherLayout
-_LAYOUTS: dict[str, type[Layout]] = {"loader": LoaderLayout, "stream": StreamLayout, "undivided": OtherLayout}
+_LAYOUTS: dict[str, type[Layout]] = {each.kind: each for each in (LoaderLayout, StreamLayout, OtherLayout)}
 
 
 def _class_of(entries: Mapping[str, Any], classes: Mapping[str, type[_ValueT]]) -> type[_ValueT]:

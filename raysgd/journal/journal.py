@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.core.files import check_local, inside, is_inside
+from raysgd.core.history.history import History
 from raysgd.core.text.log_lines import printable
 from raysgd.journal.entries import (
     LEG,
@@ -221,6 +223,26 @@ class Journal:
             *self._gap_ends[: bisect_left(self._gap_ends, number)][-1:],
         )
         return max(begins)
+
+
+def journal_of(run: str | os.PathLike[str] | History) -> Journal:
+    """Return the journal of a run.
+
+    Args:
+        run: The folder or the history of the run.
+
+    Raises:
+        FileNotFoundError: The run has no journal.
+        ValueError: The journal is damaged.
+    """
+    if isinstance(run, History):
+        if run.journal is None:
+            raise FileNotFoundError(
+                "the run of this history has no journal: pass `folder=...` to `fit`. A history that was read from "
+                "JSON does not know it: pass the folder of the run."
+            )
+        return Journal(run.journal)
+    return Journal(os.fspath(run))
 
 
 def _read_lines(path: Path) -> tuple[list[Leg], dict[int, str], list[int], list[LeftOutLine]]:

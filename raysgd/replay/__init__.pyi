@@ -2,9 +2,9 @@
 
 from raysgd.replay.bisecting import Difference as Difference
 from raysgd.replay.bisecting import bisect as bisect
-from raysgd.replay.questions import JumpsFound as JumpsFound
+from raysgd.replay.jumps import JumpsFound as JumpsFound
+from raysgd.replay.jumps import find_jumps as find_jumps
 from raysgd.replay.questions import Why as Why
-from raysgd.replay.questions import find_jumps as find_jumps
 from raysgd.replay.questions import why as why
 from raysgd.replay.replaying import Replayed as Replayed
 from raysgd.replay.replaying import replay as replay

@@ -13,19 +13,18 @@ import torch
 from raysgd.callbacks.worker_callback import WorkerCallback, models_of
 from raysgd.core.history.history import History
 from raysgd.journal.entries import Leg
-from raysgd.journal.journal import Journal
+from raysgd.journal.journal import Journal, journal_of
 from raysgd.replay.comparing import (
     LOSS,
     NORM,
     Comparison,
     compare,
-    options_of,
     records_of,
     rounding_of,
     sizes_of,
 )
-from raysgd.replay.program import batch_options_for, checkpoint_in_run
-from raysgd.replay.questions import journal_of, range_of
+from raysgd.replay.program import batch_options_for, checkpoint_in_run, options_of
+from raysgd.replay.questions import range_of
 from raysgd.replay.replaying import Replayed, replay
 from raysgd.torch.checkpoints import checkpoint_file
 

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from raysgd.journal.entries import Leg, LoaderLayout
+from raysgd.journal.entries import Leg
 from raysgd.journal.journal import Journal, StepRecord
-from raysgd.trainer.configuration import BatchOptions
 
 LOSS, NORM = "loss", "norm"
 _NUM_TYPICAL, _SMALL = 20, 0.01
@@ -126,14 +125,6 @@ def rounding_of(legs: Iterable[Leg], *, are_exact: bool) -> Rounding | None:
     options = [leg.run.options for leg in legs]
     are_in_16_bits = all(each.use_fp16 or each.precision not in (None, "fp32") for each in options)
     return IN_16_BITS if are_in_16_bits or any(each.use_gpu for each in options) else IN_32_BITS
-
-
-def options_of(leg: Leg) -> BatchOptions:
-    """Return how the global batches of a part of an epoch were split among the workers of the run."""
-    options, size = leg.run.options, leg.run.options.micro_batch_size
-    if size == "auto":
-        size = leg.data.rule.cap if isinstance(leg.data, LoaderLayout) and leg.data.rule is not None else None
-    return BatchOptions(options.split_batches, size, options.deterministic, options.num_shards)
 
 
 def sizes_of(journal: Journal) -> list[float]:

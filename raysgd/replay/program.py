@@ -20,9 +20,8 @@ from typing import Any
 from raysgd.core.files import is_inside
 from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
-from raysgd.journal.entries import TRAINER_ARGUMENTS, Leg
+from raysgd.journal.entries import TRAINER_ARGUMENTS, Leg, LoaderLayout
 from raysgd.journal.journal import Journal
-from raysgd.replay.comparing import options_of
 from raysgd.storage import open_folder
 from raysgd.torch.torch_trainer import TorchTrainer
 from raysgd.torch.training_operator import TrainingOperator
@@ -99,21 +98,19 @@ class Program:
             raise ValueError(f"`options` has {unknown[0]!r}: allowed are {', '.join(TRAINER_ARGUMENTS)}.")
 
     @contextmanager
-    def trainer(self, journal: Journal, leg: Leg, **others: Any) -> Iterator[TorchTrainer]:
+    def trainer(self, leg: Leg) -> Iterator[TorchTrainer]:
         """Inside the block, provide a trainer in this process that can repeat the steps of a part of an epoch.
 
         Args:
-            journal: The journal of the run.
             leg: The part of an epoch to repeat. The trainer uses the options of the worker group that ran it.
-            **others: Further arguments of the trainer.
 
         Raises:
             ValueError: A single process cannot repeat the steps of this run, or an entry of the config is missing.
         """
-        given, batch_options = {**self.arguments_for(leg), **others}, batch_options_for(leg)
+        arguments, batch_options = self.arguments_for(leg), batch_options_for(leg)
         # This trainer splits global batches exactly as the workers of the past run did.
         cls = type("TorchTrainer", (TorchTrainer,), {"_divide": lambda trainer, options: batch_options})
-        with cls(training_operator_cls=self.operator_cls, use_local=True, **given) as trainer:
+        with cls(training_operator_cls=self.operator_cls, use_local=True, **arguments) as trainer:
             yield trainer
 
     def arguments_for(self, leg: Leg) -> dict[str, Any]:
@@ -146,6 +143,14 @@ class Program:
             "use_gpu": "auto" if options.use_gpu else False,
             "config": config,
         }
+
+
+def options_of(leg: Leg) -> BatchOptions:
+    """Return how the global batches of a part of an epoch were split among the workers of the run."""
+    options, size = leg.run.options, leg.run.options.micro_batch_size
+    if size == "auto":
+        size = leg.data.rule.cap if isinstance(leg.data, LoaderLayout) and leg.data.rule is not None else None
+    return BatchOptions(options.split_batches, size, options.deterministic, options.num_shards)
 
 
 def batch_options_for(leg: Leg) -> BatchOptions:

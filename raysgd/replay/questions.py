@@ -1,6 +1,6 @@
-"""`why` and `find_jumps`: what the journal of a run shows about one step, and about the loss of the whole run.
+"""`why`: what the journal of a run shows about one step.
 
-`why` finds which samples each rank trained on in a step, and computes the loss of each by itself. For streams and the
+It finds which samples each rank trained on in the step, and computes the loss of each by itself. For streams and the
 user's own samplers, the journal is not enough: the data that the program registers is needed too. A loss is computed
 with the weights of an earlier checkpoint.
 """
@@ -12,17 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from raysgd.core.arrays.division import Division
 from raysgd.core.history.history import History
+from raysgd.core.history.readable import counted
+from raysgd.core.text import cards
 from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
-from raysgd.journal import jumps
 from raysgd.journal.entries import LeftOutLine, Leg, LoaderLayout, OtherLayout, StreamLayout
-from raysgd.journal.journal import Journal, StepRecord
-from raysgd.journal.jumps import Jump
+from raysgd.journal.journal import Journal, StepRecord, journal_of
 from raysgd.replay.program import Program, nearest_checkpoint
 from raysgd.streams.global_reader import GlobalReader
 from raysgd.streams.lanes import LaneSlice, StreamPosition
@@ -86,22 +85,19 @@ class Why:
 
     def __str__(self) -> str:
         """Return everything about the step as text with tables."""
-        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
-        lines = [f"step {self.record.step}, in epoch {self.epoch}, on {workers}", *map(str, self.left_out), ""]
-        lines += _table(
-            ["", "step", "loss", "norm", "weight"],
+        head = f"step {self.record.step}, in epoch {self.epoch}, on {counted(self.num_workers, 'worker')}"
+        steps = [
             [
-                [
-                    ">" if each.step == self.record.step else "",
-                    str(each.step),
-                    f"{each.loss:.6g}",
-                    "" if each.norm is None else f"{each.norm:.4g}",
-                    "no loss" if each.weight < 0 else f"{each.weight:g}",
-                ]
-                for each in self.around
-            ],
-        )
-        lines.append("")
+                ">" if each.step == self.record.step else "",
+                str(each.step),
+                f"{each.loss:.6g}",
+                "" if each.norm is None else f"{each.norm:.4g}",
+                "no loss" if each.weight < 0 else f"{each.weight:g}",
+            ]
+            for each in self.around
+        ]
+        table = cards.in_columns([["", "step", "loss", "norm", "weight"], *steps], indent=2)
+        lines = [head, *map(str, self.left_out), "", *table, ""]
         if self.samples is None:
             lines.append(f"samples: {self.obstacle}")
         for rank, own in enumerate(self.samples or ()):
@@ -113,45 +109,10 @@ class Why:
                 [f"{each.loss:.6g}", printable(str(each.sample), None), str(each.rank)]
                 for each in self.losses[:_MOST_SHOWN]
             ]
-            lines += _table(["loss", "sample", "rank"], rows)
+            lines += cards.in_columns([["loss", "sample", "rank"], *rows], indent=2)
             if len(self.losses) > _MOST_SHOWN:
                 lines.append(f"  ({len(self.losses) - _MOST_SHOWN} more are lower)")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class JumpsFound:
-    """The steps at which the loss of a run left its usual range.
-
-    Attributes:
-        jumps: The jumps. `first` and `last` of each jump are step numbers, from 1.
-        num_steps: Number of steps of the run that have a loss.
-        left_out: The steps that `Guard` left out. They may also be jumps.
-    """
-
-    jumps: tuple[Jump, ...]
-    num_steps: int
-    left_out: tuple[LeftOutLine, ...] = ()
-
-    def __str__(self) -> str:
-        """Return a table of the jumps as text, then the steps that were left out."""
-        return "\n".join([self._table(), *(f"step {each.step} was {each}" for each in self.left_out)])
-
-    def _table(self) -> str:
-        if not self.jumps:
-            return f"no jumps in {self.num_steps} steps"
-        rows = [
-            [
-                str(each.first),
-                str(each.last) if each.last > each.first else "",
-                f"{each.highest:.6g}",
-                f"{each.usual:.4g}",
-                f"{each.limit:.4g}",
-            ]
-            for each in self.jumps
-        ]
-        table = _table(["step", "until", "highest loss", "usual", "limit"], rows)
-        return "\n".join([*table, "", f"{len(self.jumps)} of {self.num_steps} steps begin a jump"])
 
 
 def why(
@@ -197,7 +158,7 @@ def why(
         except NeedsProgramError as error:
             obstacle = str(error)
             if program is not None:
-                with Program(program, config, options).trainer(journal, leg) as trainer:
+                with Program(program, config, options).trainer(leg) as trainer:
                     samples = samples_of(journal, step, data_of(trainer)).by_rank
                 obstacle = None
         except ValueError as error:
@@ -207,52 +168,10 @@ def why(
     return Why(record, around, leg.epoch, leg.num_workers, samples, obstacle, losses, checkpoint, left_out)
 
 
-def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:
-    """Find the steps at which the loss of a run left its usual range. `docs/replay.md` defines this range.
-
-    Args:
-        run: The folder or the history of the run.
-
-    Raises:
-        FileNotFoundError: The run has no journal.
-        ValueError: The journal is damaged, or no step reported a loss.
-    """
-    journal = journal_of(run)
-    places = np.flatnonzero(journal.steps["weight"] > 0)
-    if not len(places):
-        raise ValueError("The journal has no losses: no step reported a metric with `loss` in its name.")
-    found = jumps.find_jumps(journal.steps["loss"][places].tolist())
-    numbers = (places + 1).tolist()
-    by_step = (Jump(numbers[each.first], numbers[each.last], each.highest, each.usual, each.limit) for each in found)
-    return JumpsFound(tuple(by_step), len(numbers), tuple(journal.left_out))
-
-
-def journal_of(run: str | os.PathLike[str] | History) -> Journal:
-    """Return the journal of a run.
-
-    Raises:
-        FileNotFoundError: The run has no journal.
-        ValueError: The journal is damaged.
-    """
-    if isinstance(run, History):
-        if run.journal is None:
-            raise FileNotFoundError(
-                "the run of this history has no journal: pass `folder=...` to `fit`. A history that was read from "
-                "JSON does not know it: pass the folder of the run."
-            )
-        return Journal(run.journal)
-    return Journal(os.fspath(run))
-
-
 def _around(journal: Journal, step: int) -> Sequence[StepRecord]:
     numbers = sorted({*journal.numbers(), step})
     place = numbers.index(step)
     return [journal.check_step(number) for number in numbers[max(0, place - _AROUND) : place + _AROUND + 1]]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return [f"  {'  '.join(map(str.rjust, row, widths))}".rstrip() for row in [head, *rows]]
 
 
 class NeedsProgramError(ValueError):
@@ -442,7 +361,7 @@ def recomputed(
             single sample cannot be computed.
     """
     leg, (_, checkpoint) = journal.leg_of(step), nearest_checkpoint(journal, step, checkpoints)
-    with program.trainer(journal, leg) as trainer, torch.no_grad():
+    with program.trainer(leg) as trainer, torch.no_grad():
         data = data_of(trainer)
         samples = samples_of(journal, step, data)
         if checkpoint is not None:

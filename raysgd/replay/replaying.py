@@ -19,10 +19,10 @@ from raysgd.core.history.history import History
 from raysgd.core.text.log_lines import printable
 from raysgd.core.text.secrets import masked
 from raysgd.journal.entries import Leg
-from raysgd.journal.journal import Journal, StepRecord
-from raysgd.replay.comparing import Comparison, compare, options_of, records_of, rounding_of, sizes_of
-from raysgd.replay.program import Program, batch_options_for, nearest_checkpoint
-from raysgd.replay.questions import batch_of, data_of, journal_of, samples_of
+from raysgd.journal.journal import Journal, StepRecord, journal_of
+from raysgd.replay.comparing import Comparison, compare, records_of, rounding_of, sizes_of
+from raysgd.replay.program import Program, batch_options_for, nearest_checkpoint, options_of
+from raysgd.replay.questions import batch_of, data_of, samples_of
 from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer
 
@@ -242,7 +242,7 @@ def replay(
                 from raysgd.callbacks.guard import Repeated
 
                 callbacks.append(Repeated(journal.left_out))
-            with chosen.trainer(journal, part[0]) as trainer:
+            with chosen.trainer(part[0]) as trainer:
                 if debug and is_last:
                     rows = [row for own in samples_of(journal, step, data_of(trainer)).rows for row in own]
                     load = lambda: batch_of(data_of(trainer), rows)  # noqa: B023, E731

@@ -8,7 +8,6 @@ import pytest
 
 from raysgd.callbacks import Callback, CSVLogger, EarlyStopping, Run
 from raysgd.callbacks.calling import CallbackCalls
-from raysgd.core.history.history import History
 
 
 def play(stopping: EarlyStopping, *values: float | None, run: Run | None = None) -> Run:
@@ -77,7 +76,7 @@ def test_a_run_that_resumes_where_it_was_stopped_stops_at_once(
     first, later = EarlyStopping(**options), EarlyStopping(**{**options, "patience": longer})
     former = play(first, *values).history
     later.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    run = Run(name="run", history=History())
+    run = Run(name="run")
     run.history.take_over(former)
     run.epoch = len(values)
     later.on_run_begin(run)

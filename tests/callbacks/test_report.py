@@ -85,9 +85,9 @@ def make_history() -> History:
     return history
 
 
-def make_run(folder: Path, **options: Any) -> Run:
-    options = {"name": "Line", "trainer": None, "epochs": 4, "history": make_history(), "folder": folder} | options
-    run = Run(**options)
+def make_run(folder: Path, history: History | None = None, **options: Any) -> Run:
+    run = Run(**{"name": "Line", "trainer": None, "epochs": 4, "folder": folder, **options})
+    run.history = make_history() if history is None else history
     run.epoch = len(run.history)
     return run
 

@@ -276,8 +276,7 @@ class History(Sequence[dict[str, Any]]):
         for most in range(_MOST_METRICS, 0, -1) if self else ():
             names = readable.most_telling(metrics, most)
             head, cells = readable.table_of(self, names, _MOST_ROWS)
-            widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-            lines = ["  ".join(map(str.rjust, row, widths)) for row in (head, *cells)]
+            lines = cards.in_columns([head, *cells])
             if len(lines[0]) <= cards.width():
                 break
         if len(self) > _MOST_ROWS:

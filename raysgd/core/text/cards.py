@@ -71,6 +71,17 @@ def named_lines(rows: Iterable[tuple[str, str]], indent: int = 12) -> list[str]:
     return [fitted(f"{name + ':':<{indent}}{value}", indent) for name, value in rows]
 
 
+def in_columns(rows: Sequence[Sequence[str]], indent: int = 0) -> list[str]:
+    """Return the rows of a table as lines of text, with columns that are aligned on the right.
+
+    Args:
+        rows: The cells of each row. The first row may be the header.
+        indent: Number of spaces at the beginning of each line.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [" " * indent + "  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+
+
 def safe(text: object) -> str:
     """Return a value as text that is escaped for HTML."""
     return html.escape(str(text))

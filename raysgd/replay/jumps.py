@@ -1,4 +1,4 @@
-"""Finds jumps in the loss of a run: steps at which the loss left its usual range.
+"""`find_jumps`: finds jumps in the loss of a run, steps at which the loss left its usual range.
 
 The loss of a step is outside the range if it is not finite, or too far above the median of the last 20 losses. The
 distance of a loss from the median is the difference of their logarithms. The median follows the loss, so a quickly
@@ -22,6 +22,7 @@ absolute values instead. The distances that correspond to the factor of 1,000 an
 from __future__ import annotations
 
 import math
+import os
 import sys
 from bisect import bisect_left, insort
 from collections import deque
@@ -29,6 +30,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
+
+import numpy as np
+
+from raysgd.core.history.history import History
+from raysgd.core.text import cards
+from raysgd.journal.entries import LeftOutLine
+from raysgd.journal.journal import journal_of
 
 _Function: TypeAlias = Callable[[float], float]
 WINDOW = 200
@@ -50,8 +58,8 @@ class Jump:
     """One or more steps, close together, at which the loss left its usual range.
 
     Attributes:
-        first: Index of the jump's first step.
-        last: Index of the jump's last step.
+        first: Number of the jump's first step, from 1.
+        last: Number of the jump's last step.
         highest: The highest loss in these steps, or NaN or infinity if a loss was not finite.
         usual: Median of the last 20 losses in the usual range before the jump, or NaN if there were too few earlier
             losses.
@@ -64,6 +72,59 @@ class Jump:
     highest: float
     usual: float
     limit: float
+
+
+@dataclass(frozen=True)
+class JumpsFound:
+    """The steps at which the loss of a run left its usual range.
+
+    Attributes:
+        jumps: The jumps.
+        num_steps: Number of steps of the run that have a loss.
+        left_out: The steps that `Guard` left out. They may also be jumps.
+    """
+
+    jumps: tuple[Jump, ...]
+    num_steps: int
+    left_out: tuple[LeftOutLine, ...] = ()
+
+    def __str__(self) -> str:
+        """Return a table of the jumps as text, then the steps that were left out."""
+        return "\n".join([self._table(), *(f"step {each.step} was {each}" for each in self.left_out)])
+
+    def _table(self) -> str:
+        if not self.jumps:
+            return f"no jumps in {self.num_steps} steps"
+        rows = [
+            [
+                str(each.first),
+                str(each.last) if each.last > each.first else "",
+                f"{each.highest:.6g}",
+                f"{each.usual:.4g}",
+                f"{each.limit:.4g}",
+            ]
+            for each in self.jumps
+        ]
+        table = cards.in_columns([["step", "until", "highest loss", "usual", "limit"], *rows], indent=2)
+        return "\n".join([*table, "", f"{len(self.jumps)} of {self.num_steps} steps begin a jump"])
+
+
+def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:
+    """Find the steps at which the loss of a run left its usual range. `docs/replay.md` defines this range.
+
+    Args:
+        run: The folder or the history of the run.
+
+    Raises:
+        FileNotFoundError: The run has no journal.
+        ValueError: The journal is damaged, or no step reported a loss.
+    """
+    journal = journal_of(run)
+    places = np.flatnonzero(journal.steps["weight"] > 0)
+    if not len(places):
+        raise ValueError("The journal has no losses: no step reported a metric with `loss` in its name.")
+    found = jumps_in((places + 1).tolist(), journal.steps["loss"][places].tolist())
+    return JumpsFound(tuple(found), len(places), tuple(journal.left_out))
 
 
 class _Range:
@@ -108,33 +169,40 @@ class _Range:
         return self.median + min(max(_TIMES_FARTHEST * farthest, _TIMES_USUAL * usual, _LEAST), self._most)
 
 
-def find_jumps(losses: Sequence[float]) -> list[Jump]:
-    """Return the jumps in the losses of consecutive steps.
+def jumps_in(numbers: Sequence[int], losses: Sequence[float]) -> list[Jump]:
+    """Return the jumps in the losses of steps.
+
+    Args:
+        numbers: The numbers of the steps, in ascending order.
+        losses: The loss of each of these steps.
 
     Examples:
-        >>> losses = [1 / (1 + step) for step in range(100)]
-        >>> losses[60] *= 50
-        >>> [jump.first for jump in find_jumps(losses)]
+        >>> losses = [1 / step for step in range(1, 101)]
+        >>> losses[59] *= 50
+        >>> [jump.first for jump in jumps_in(range(1, 101), losses)]
         [60]
     """
     to_scale, from_scale, most = _scale_of(losses)
     usual, found, outside = _Range(most), list[Jump](), list[float]()
-    for index, loss in enumerate(losses):
+    num_since = math.inf  # number of steps since the last one outside the range
+    for number, loss in zip(numbers, losses, strict=True):
+        num_since += 1
         value, limit = (to_scale(loss) if math.isfinite(loss) else math.nan), usual.limit
         if math.isfinite(loss) and not value > limit:
             usual.add(value)
             continue
-        last = found[-1] if found else None
-        if last is None or index - last.last > 1 or not math.isfinite(loss):
+        if num_since > 1 or not math.isfinite(loss):
             outside = []
         if math.isfinite(loss):
             outside.append(value)
-        if last is not None and index - last.last <= _TOGETHER:
+        if num_since <= _TOGETHER:
+            last = found[-1]
             highest = loss if not math.isfinite(loss) else max(last.highest, loss)
             highest = highest if math.isfinite(last.highest) else last.highest
-            found[-1] = Jump(last.first, index, highest, last.usual, last.limit)
+            found[-1] = Jump(last.first, number, highest, last.usual, last.limit)
         else:
-            found.append(Jump(index, index, loss, from_scale(usual.median), from_scale(limit)))
+            found.append(Jump(number, number, loss, from_scale(usual.median), from_scale(limit)))
+        num_since = 0
         if len(outside) >= _NEW_RANGE:
             usual, outside = _Range(most, outside), []
     return found
