@@ -5,57 +5,37 @@ Such an exception is also an instance of the class of the error that user code r
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from raysgd.core.text.log_lines import named
 from raysgd.core.text.secrets import masked
 from raysgd.core.text.tracebacks import shows_all_frames, with_code
 from raysgd.exceptions import TrainingFailedError, WorkerError, WorkerFault, made_from_parts, slots_of
 
-_ErrorT = TypeVar("_ErrorT", bound=Exception)
 _MOST_NODES = 8
 _MOST_FAULTS = 3
-_PUBLIC_MODULE = WorkerError.__module__
 
 
-class _DescribedError(WorkerError):
-    """The class of the errors that `worker_error` returns. The message describes the errors of all ranks."""
+class _Described(Exception):
+    """Mixin class of the exceptions that this module creates. Its message replaces that of the user's class.
 
-    def __str__(self) -> str:
-        return describe_faults(self.faults, self.aftermath)
-
-    def __repr__(self) -> str:
-        return masked(super().__repr__())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return worker_error, (self.faults, self.aftermath)
-
-
-class _DescribedFailure(TrainingFailedError):
-    """The class of the errors that `training_failed_error` returns.
-
-    The message consists of the message of the exception that ended the run, and advice.
+    Attributes:
+        _raysgd_message: The message of the exception.
+        _raysgd_made_by: The function that has created the exception, and its arguments. Unpickling calls it again.
     """
 
-    also: type[Exception] | None = None
+    _raysgd_message: str
+    _raysgd_made_by: tuple[Callable[..., Exception], tuple[Any, ...]]
 
     def __str__(self) -> str:
-        return f"{self.failure}\n\n{self.advice}"
+        return self._raysgd_message
 
     def __repr__(self) -> str:
         return masked(super().__repr__())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return training_failed_error, (self.failure, self.advice, self.also)
-
-
-for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, TrainingFailedError)):
-    # Show users the name of the public class instead.
-    _described.__name__, _described.__qualname__, _described.__module__ = (
-        _public.__name__,
-        _public.__qualname__,
-        _PUBLIC_MODULE,
-    )
+        return self._raysgd_made_by
 
 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
@@ -71,38 +51,16 @@ def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> Worker
         aftermath: Sentences for the end of the message, about what happens to the trainer's workers.
     """
     original = faults[0].error
-    error = _joined(_DescribedError, original) if original is not None else _DescribedError(faults[0].message)
+    error = _plain(WorkerError, faults[0].message) if original is None else _joined(WorkerError, original)
     error.faults, error.aftermath = tuple(faults), aftermath
+    error._raysgd_message = describe_faults(faults, aftermath)
+    error._raysgd_made_by = worker_error, (faults, aftermath)
     error.__suppress_context__ = True
     if original is not None:
         error.__cause__, error.__context__ = original.__cause__, original.__context__
         error.__suppress_context__ = original.__suppress_context__ or original.__context__ is None
         error.__traceback__ = original.__traceback__
-    return error
-
-
-def _joined(own: type[_ErrorT], original: BaseException, also: type[Exception] | None = None) -> _ErrorT:
-    """Return an error of the class `own` that also has the class, arguments and attributes of the original exception.
-
-    If such an error cannot be created, return a plain one.
-    """
-    try:
-        both = _class_of_both(own, type(original), also)
-        return cast("_ErrorT", made_from_parts(both, original.args, original.__dict__, tuple(slots_of(original))))
-    # The user's class may not allow subclasses or this way of creating objects; the original is still the cause.
-    except Exception:
-        return own(str(original))
-
-
-def _class_of_both(
-    own: type[Exception], user_class: type[BaseException], also: type[Exception] | None = None
-) -> type[BaseException]:
-    if issubclass(user_class, own):  # the worker has raised such an error itself, because it has its own workers
-        return user_class
-    if not issubclass(user_class, Exception):  # `SystemExit` and similar exceptions must not end the driver
-        user_class = RuntimeError
-    bases = (own, user_class) if also is None or issubclass(user_class, also) else (own, user_class, also)
-    return type(f"{own.__name__}({user_class.__name__})", bases, {"__module__": _PUBLIC_MODULE})
+    return cast("WorkerError", error)
 
 
 def training_failed_error(
@@ -117,10 +75,43 @@ def training_failed_error(
     """
     original = failure.faults[0].error if isinstance(failure, WorkerError) and failure.faults else None
     cause = failure if original is None else original
-    error = _joined(_DescribedFailure, cause, also)
-    error.failure, error.advice, error.also = failure, advice, also
+    error = _joined(TrainingFailedError, cause, also)
+    error.failure, error.advice = failure, advice
+    error._raysgd_message = f"{failure}\n\n{advice}"
+    error._raysgd_made_by = training_failed_error, (failure, advice, also)
     error.__cause__ = cause
-    return error
+    return cast("TrainingFailedError", error)
+
+
+def _joined(public: type[Exception], original: BaseException, also: type[Exception] | None = None) -> Any:
+    """Return an error of a public class that also has the class, arguments and attributes of the original exception.
+
+    If such an error cannot be created, return a plain one.
+    """
+    try:
+        both = _class_of_both(public, type(original), also)
+        return made_from_parts(both, original.args, original.__dict__, tuple(slots_of(original)))
+    # The user's class may not allow subclasses or this way of creating objects; the original is still the cause.
+    except Exception:
+        return _plain(public, str(original))
+
+
+def _class_of_both(
+    public: type[Exception], user_class: type[BaseException], also: type[Exception] | None = None
+) -> type[BaseException]:
+    is_described = issubclass(user_class, _Described)
+    if is_described and issubclass(user_class, public):  # the worker raised it, because it has its own workers
+        return user_class
+    if not issubclass(user_class, Exception):  # `SystemExit` and similar exceptions must not end the driver
+        user_class = RuntimeError
+    bases = (public, user_class) if is_described else (public, _Described, user_class)
+    if also is not None and not issubclass(user_class, also):
+        bases = (*bases, also)
+    return type(f"{public.__name__}({user_class.__name__})", bases, {"__module__": public.__module__})
+
+
+def _plain(public: type[Exception], message: str) -> Any:
+    return type(public.__name__, (public, _Described), {"__module__": public.__module__})(message)
 
 
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
