@@ -29,7 +29,7 @@ from raysgd.core.sending import is_sendable
 from raysgd.exceptions import NoDataError, OnFailure, UnpicklableError, WorkersLostError, failure_logged
 from raysgd.trainer.driver.calls import TrainerCalls, epoch_options
 from raysgd.trainer.driver.life import TrainerLife
-from raysgd.trainer.driver.listeners import Listener
+from raysgd.trainer.driver.listeners import Listener, StepReader
 from raysgd.trainer.driver.live_changes import use_worker_callbacks
 from raysgd.trainer.messages.epochs import OpenSteps, summaries_as_data
 
@@ -347,7 +347,6 @@ class StepReports:
 
     Attributes:
         listeners: Functions that receive the progress of training calls.
-        reader: Function that fetches the workers' records of their steps. None if they keep no records.
         journal: Writes the journal of the run. None if the run has no journal.
     """
 
@@ -380,7 +379,11 @@ class StepReports:
             self.journal = JournalKeeper(run, life, journal, is_taken_over)
             self._worker_callbacks.append(StepRecorder())
             self._receivers.append(self.journal)
-        self.reader = self._fetch_if_due if self._receivers else None
+
+    @property
+    def reader(self) -> StepReader | None:
+        """Function that fetches the workers' records of their steps. None if they keep no records."""
+        return self._fetch_if_due if self._receivers else None
 
     def check(self) -> None:
         """Check before the run that the worker callbacks can work in it.
