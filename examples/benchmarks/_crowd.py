@@ -19,12 +19,13 @@ from typing import Any
 from raysgd.core.cluster.resources import ClusterView, NodeView
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.handles import RemoteWorker
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.interface import Call, Capture, Connection, GroupSpec, NoConnection
-from raysgd.core.engine.shared.types import Heartbeat, ReplicaProgress, StateHandover, World
-from raysgd.core.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
+from raysgd.core.engine.shared.types import Answered, Heartbeat, ReplicaProgress, StateHandover, World
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.numbers.meters import MetricSummary
 from raysgd.core.numbers.timing import TimeSpent
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
@@ -92,7 +93,7 @@ class Host:
         if index not in self._workers:
             self._workers[index] = WorkerProcess(NoConnection(), None)
         value = getattr(self._workers[index], method)(*args)
-        if isinstance(value, WorkerAnswer) and isinstance(value.value, Rest):
+        if isinstance(value, Answered) and isinstance(value.value, Rest):
             await asyncio.sleep(value.value.seconds)
             return replace(value, value=value.value.answer)
         return value

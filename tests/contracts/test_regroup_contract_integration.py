@@ -80,7 +80,7 @@ class Rig:
         return self.group.on_replica(function, {rank: args for rank in range(len(self.group))})
 
     def values(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return [answer.value for answer in self.on_all(function, *args).values]
+        return self.on_all(function, *args).values
 
     def pids(self) -> list[int]:
         return [info.pid for info in self.group.infos]

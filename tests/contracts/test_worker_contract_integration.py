@@ -160,12 +160,12 @@ def thread_names(replica: CountingReplica) -> str:
 
 
 def test_the_set_up_answers_come_in_rank_order(started: Started) -> None:
-    answers = [answer.value for answer in started.report.values]
+    answers = started.report.values
     assert answers == [f"rank {rank} of {started.kind.num_workers}" for rank in started.kind.ranks]
 
 
 def test_every_worker_says_where_it_lives(started: Started) -> None:
-    found = [answer.value for answer in started.call(where).values]
+    found = started.call(where).values
     assert [rank for rank, _ in found] == started.kind.ranks
     assert [pid for _, pid in found] == [info.pid for info in started.group.infos]
     assert len({info.pid for info in started.group.infos}) == started.kind.num_workers
@@ -187,7 +187,7 @@ def test_the_hook_runs_before_the_framework_is_loaded_and_the_group_forms_before
         is_alone = started.kind.use_local and started.kind.num_workers == 1  # needs no port
         opened = [] if is_alone else ["open 127.0.0.1"]
         join = f"join 127.0.0.1:{0 if is_alone else 12345} as {rank} of {started.kind.num_workers}"
-        assert answer.value == [*threads, "hook", "load", *opened, join, "setup"]
+        assert answer == [*threads, "hook", "load", *opened, join, "setup"]
 
 
 def test_workers_listen_as_the_ranks_that_they_turn_out_to_be(
@@ -198,9 +198,9 @@ def test_workers_listen_as_the_ranks_that_they_turn_out_to_be(
     group = WorkerGroup(spec(), 2)
     try:
         assert group.start().ok
-        answers = [answer.value for answer in group.on_replica(steps, {0: (), 1: ()}).values]
+        answers = group.on_replica(steps, {0: (), 1: ()}).values
         assert ["open 127.0.0.1" in found for found in answers] == [True, True]
-        placed = [answer.value for answer in group.on_replica(where, {0: (), 1: ()}).values]
+        placed = group.on_replica(where, {0: (), 1: ()}).values
         assert placed == [(rank, info.pid) for rank, info in enumerate(group.infos)]
     finally:
         group.kill(10)
@@ -212,21 +212,21 @@ def test_remote_workers_are_told_their_number_of_threads_and_the_driver_is_left_
     own = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     for rank, answer in enumerate(started.call(variables).values):
         limited = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        assert answer.value == (limited if rank in started.kind.remote_ranks else own)
+        assert answer == (limited if rank in started.kind.remote_ranks else own)
 
 
 def test_remote_workers_without_gpus_see_none_and_the_driver_is_left_alone(started: Started) -> None:
     for rank, answer in enumerate(started.call(visible_gpus).values):
-        assert answer.value == ("" if rank in started.kind.remote_ranks else os.environ.get("CUDA_VISIBLE_DEVICES"))
+        assert answer == ("" if rank in started.kind.remote_ranks else os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 # -------------------------------------------------------------------------------------------- calling
 
 
 def test_each_rank_gets_its_own_arguments(started: Started) -> None:
-    before = [answer.value[0] for answer in started.call(read).values]
+    before = [answer[0] for answer in started.call(read).values]
     args = {rank: (10.0**rank,) for rank in started.kind.ranks}
-    values = [answer.value for answer in started.group.on_replica(add, args).values]
+    values = started.group.on_replica(add, args).values
     assert values == [before[rank] + 10**rank for rank in started.kind.ranks]
 
 
@@ -234,32 +234,32 @@ def test_a_single_rank_can_be_called(started: Started) -> None:
     last = started.kind.num_workers - 1
     [outcome] = started.group.on_replica(where, {last: ()}).outcomes
     assert outcome.rank == last
-    assert outcome.value.value[0] == last
+    assert outcome.value[0] == last
 
 
 def test_a_call_runs_in_the_main_thread_of_its_process(started: Started) -> None:
     for rank, answer in enumerate(started.call(thread_names).values):
         if rank not in started.kind.remote_ranks:
-            assert answer.value == threading.main_thread().name
+            assert answer == threading.main_thread().name
 
 
 def test_without_capture_an_answer_carries_no_state(started: Started) -> None:
-    assert [answer.capture for answer in started.call(read).values] == [None] * started.kind.num_workers
+    assert started.call(read).captures == []
 
 
 def test_a_small_state_comes_with_the_answer_of_rank_0_and_every_rank_adds_its_own(started: Started) -> None:
-    values = started.call(add, 1.0, capture=True).values
-    total, own = started.call(read).values[0].value
-    capture = values[0].capture
-    assert capture == Capture(own, shared_state=total, seconds=capture.seconds)
-    assert all(answer.capture.shared_state is None for answer in values[1:])
-    assert all(isinstance(answer.capture.rank_state, int) for answer in values)
+    captures = started.call(add, 1.0, capture=True).captures
+    total, own = started.call(read).values[0]
+    assert len(captures) == started.kind.num_workers
+    assert captures[0] == Capture(own, shared_state=total, seconds=captures[0].seconds)
+    assert all(capture.shared_state is None for capture in captures[1:])
+    assert all(isinstance(capture.rank_state, int) for capture in captures)
 
 
 def test_a_shared_value_reaches_every_rank(started: Started) -> None:
     shared = started.group.share({"key": list(range(1000))})
     args = {rank: (shared[rank],) for rank in started.kind.ranks}
-    lengths = [answer.value for answer in started.group.on_replica(length_of, args).values]
+    lengths = started.group.on_replica(length_of, args).values
     assert lengths == [1000] * started.kind.num_workers
 
 
@@ -386,7 +386,7 @@ def large(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Started
 def test_a_large_state_waits_under_a_token_and_is_fetched_while_its_worker_is_busy(
     large: Started, tmp_path: Path
 ) -> None:
-    captures = [answer.capture for answer in large.call(add, 2.0, capture=True).values]
+    captures = large.call(add, 2.0, capture=True).captures
     assert captures[0].shared_state is None
     assert all(capture.token is None for capture in captures[1:])
     busy: Any = None  # with a local worker: its call runs when it is gathered
@@ -448,7 +448,7 @@ def test_signs_of_life_and_interrupts_do_not_wait_for_what_a_worker_does_beside_
 
 
 def test_a_released_state_cannot_be_fetched_any_more(large: Started) -> None:
-    token = large.call(add, 1.0, capture=True).values[0].capture.token
+    token = large.call(add, 1.0, capture=True).captures[0].token
     large.call(read, capture=True, landed=token)
     with pytest.raises(KeyError):
         large.group.fetch(0, fetch, token).result(None)

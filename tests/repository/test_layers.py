@@ -76,6 +76,7 @@ INSIDE = {
         "policies ranks",
         "placement",
         "worker",
+        "handles",
         "transfers",
         "platform",
         "gathering",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import raysgd
-from raysgd.core.engine import worker
+from raysgd.core.engine.worker import WorkerProcess
 
 _LIBRARY = str(Path(raysgd.__file__).parent)
 _ENTRANCES = ("leave_for_another", "join")  # of a connection, when a group is left and another one is joined
@@ -28,21 +28,20 @@ def install(folder: str) -> None:
     global _folder
     is_first, _folder = _folder is None, Path(folder)
     if is_first and "ray" in sys.modules:
-        reply_of: Any = worker._reply_of
-        worker._reply_of = _watched(reply_of)
+        WorkerProcess.on_replica = _watched(WorkerProcess.on_replica)  # type: ignore[method-assign]
 
 
-def _watched(reply_of: Any) -> Any:
+def _watched(on_replica: Any) -> Any:
     """Count from the beginning of each call on, and of each change of the group."""
 
-    @functools.wraps(reply_of)
+    @functools.wraps(on_replica)
     def watched(process: Any, *args: Any) -> Any:
         connection = type(process._connection)
         for name in _ENTRANCES:
             method = getattr(connection, name)
             if not hasattr(method, "__wrapped__"):
                 setattr(connection, name, _counted(method))
-        return _counted(reply_of)(process, *args)
+        return _counted(on_replica)(process, *args)
 
     return watched
 

@@ -546,7 +546,7 @@ def _recalls_unnoticed(real: Any) -> Any:
 def _is_run_once(real: Any) -> Any:
     def run(self: ElasticController, loan: Loan | None, function: Any, make_args: Any, on_wait: Any) -> Any:
         found = None if loan is None else loan.run_call(function, make_args, on_wait)
-        return None if found is None else found.value.value
+        return None if found is None else found.value
 
     return run
 

@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from raysgd.core.cluster.keeper import CallNumber
+from raysgd.core.engine.handles import outcome_of
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
+    Answered,
     Failure,
     HeldAtStep,
     Outcome,
@@ -22,7 +24,6 @@ from raysgd.core.engine.shared.types import (
     WorkerInfo,
     World,
 )
-from raysgd.core.engine.worker import WorkerAnswer, outcome_of
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection
@@ -117,7 +118,7 @@ class Process:
         self.died_at, self.thawed_at, self.answered_at, self._looks_at = _NEVER, -_NEVER, -_NEVER, -_NEVER
         self.ready_at = _NEVER
         self._number: CallNumber | None = None
-        self._reply: WorkerAnswer | None = None
+        self._reply: Answered | None = None
         self._parked: list[Callable[[], None]] = []
         self._queues: dict[str, deque[tuple[Call, Task]]] = {}
         self._open: dict[Call, None] = {}
@@ -308,13 +309,13 @@ class Process:
         self.host.check_built(self.replica)
         facts = self.replica.setup()
         yield from self._point("built")
-        return WorkerAnswer(facts, self.replica.capture(None) if capture else None)
+        return Answered(world.rank, facts, self.replica.capture(None) if capture else None)
 
     def _prepare_standby(self, hook: Any, world: World, make_replica: Any) -> Task:
         yield from self._point("prepare")
         yield self.host.work_s()
         if make_replica is None:
-            return WorkerAnswer(self.info)
+            return self.info
         alone = Rendezvous(((LOOPBACK, self.connection.open_endpoint(LOOPBACK)),), on_one_node=True)
         yield from self.connection.joining(alone, World(rank=0, size=1), even_alone=True)
         self.replica = self.host.make_replica(world, self.connection, str(self.pid))
@@ -322,7 +323,7 @@ class Process:
         yield from self._point("warm up")
         yield self.host.work_s()
         self.ready_at = self.host.kernel.now
-        return WorkerAnswer(self.info)
+        return self.info
 
     def _leave_group(self, host: str) -> Task:
         yield from self._point("leave")
@@ -367,7 +368,7 @@ class Process:
             if self.host.copy_s:
                 yield self.host.copy_s
         yield from self._point("answer")
-        return WorkerAnswer(value, part)
+        return Answered(self.world.rank, value, part)
 
     def _execute(self, function: Callable[..., Any]) -> Task:
         yield 0.0

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.handles import RemoteWorker
 from raysgd.core.engine.shared.types import GroupReport, Outcome
 from raysgd.core.engine.startup import StandbyWorkers
-from raysgd.core.engine.worker import RemoteWorker
 from tests.simulator.processes import Process
 
 if TYPE_CHECKING:

@@ -464,7 +464,7 @@ class ElasticController(Lifecycle):
             if isinstance(outcome, Failed):
                 raise worker_error((outcome.failure.fault,))
             if outcome is not None:
-                return outcome.value.value
+                return outcome.value
             on_wait()
             if loan is not None:
                 num_died += loan.has_died
@@ -591,7 +591,7 @@ class ElasticController(Lifecycle):
         report = self.recovery.ask_progress()
         if not report.ok:
             return _Movability.CANNOT_MOVE if classify(report).kind == "user" else _Movability.LOST
-        has_obstacle = any(answer.value.obstacle for answer in report.values)
+        has_obstacle = any(progress.obstacle for progress in report.values)
         return _Movability.CANNOT_MOVE if has_obstacle else _Movability.CAN_MOVE
 
     def _grow_if_possible(self, call: Call, budget: RetryBudget) -> None:

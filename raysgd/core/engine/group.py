@@ -17,6 +17,7 @@ from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.cluster.ray_cluster import note_processes
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.gathering import Listener, await_all, quiet_s, roll_call
+from raysgd.core.engine.handles import LocalCall, LocalWorker, RemoteWorker, WorkerMethod, pack
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import Diagnosis, LostNodes, emptied_nodes
@@ -34,15 +35,7 @@ from raysgd.core.engine.shared.types import (
 )
 from raysgd.core.engine.startup import StandbyWorkers
 from raysgd.core.engine.transfers import SharedValue, StoredPart, Transfer, together
-from raysgd.core.engine.worker import (
-    LocalCall,
-    LocalWorker,
-    RemoteWorker,
-    WorkerMethod,
-    WorkerProcess,
-    notes_of,
-    pack,
-)
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.exceptions import OnFailure
 
 logger = logging.getLogger(__name__)
@@ -290,7 +283,7 @@ class WorkerGroup:
         else:
             outcomes = listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, outcome in outcomes.items() if not outcome.answered}
-        self._spec.relay.tell({str(rank): notes_of(outcome) for rank, outcome in sorted(outcomes.items())})
+        self._spec.relay.tell({str(rank): outcome.notes for rank, outcome in sorted(outcomes.items())})
         return GroupReport(tuple(outcomes[rank] for rank in sorted(calls)))
 
     # ------------------------------------------------------------------------------------------ during calls

@@ -286,9 +286,8 @@ class Lifecycle(ABC):
             logger.warning("started %s of %s workers; the others step in later", len(group), num_workers)
         self.group, self.gives_state_up = group, False
         self.take_answers(report)
-        copies = [answer.capture for answer in report.values if answer.capture is not None]
-        if copies and not self.snapshots.has_any:
-            self.snapshots.take_captures(copies, group, is_first=True)
+        if report.captures and not self.snapshots.has_any:
+            self.snapshots.take_captures(report.captures, group, is_first=True)
         if num_spares and not self.spec.runs_on:  # with `runs_on`, the front end starts spares once it has the function
             group.standby.start_more(num_spares, num_workers)
         return True
@@ -300,7 +299,7 @@ class Lifecycle(ABC):
             report: The report of the start, with the return values of `setup`.
         """
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
-        self.keep_facts([answer.value for answer in report.values])
+        self.keep_facts(report.values)
 
     def without_lost(
         self,

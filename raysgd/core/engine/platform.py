@@ -19,10 +19,11 @@ from raysgd.core.cluster import call_lines, ray_cluster
 from raysgd.core.cluster.call_lines import Line, Reference
 from raysgd.core.cluster.ray_cluster import RayThread
 from raysgd.core.engine import transfers
+from raysgd.core.engine.handles import LocalWorker, RemoteWorker, outcome_of
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.shared.interface import Connection
 from raysgd.core.engine.shared.types import Failed, Failure, Outcome, Unanswered, WorkerInfo
-from raysgd.core.engine.worker import LocalWorker, RemoteWorker, node_here, outcome_of
+from raysgd.core.engine.worker import node_here
 from raysgd.core.private_names import find_name
 from raysgd.core.sending import cannot_import
 from raysgd.exceptions import WorkerFault

@@ -19,12 +19,13 @@ from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
 from raysgd.core.cluster.resources import explain
 from raysgd.core.engine.gathering import LivenessCheck, await_all, quiet_s
+from raysgd.core.engine.handles import LocalWorker, RemoteWorker, pack
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import classify, why_not_started, words
 from raysgd.core.engine.shared.interface import GroupSpec, SpareReplica, method_of
 from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, GroupReport, World
-from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerProcess, notes_of, pack
+from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.sending import packed_bytes
 from raysgd.core.text.log_lines import LogRelay
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
@@ -157,9 +158,9 @@ class Loan:
         finally:
             self._has_ended = True
         self.has_died = outcome.has_died
-        self._relay.tell({"spare": notes_of(outcome)})
+        self._relay.tell({"spare": outcome.notes})
         if isinstance(outcome, Answered):
-            return outcome if outcome.value.value is not None else None
+            return outcome if outcome.value is not None else None
         return outcome if isinstance(outcome, Failed) and not (self.is_recalled or outcome.has_died) else None
 
     def recall(self) -> None:
@@ -453,13 +454,13 @@ class StandbyWorkers:
             result = self._platform.outcome(-1, call)
             if not (result.answered and self._take_out(worker)):
                 continue
-            self._spec.relay.tell({"new worker": notes_of(result)})
+            self._spec.relay.tell({"new worker": result.notes})
             if isinstance(result, Failed):
                 logger.warning("a new worker failed to start: %s", why_not_started(result.failure))
                 self.kill(worker)
                 num_died += result.has_died
             elif isinstance(result, Answered):
-                worker.info = result.value.value
+                worker.info = result.value
                 note_processes([worker.info])
                 self._idle[worker] = None
         if num_died:

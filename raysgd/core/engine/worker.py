@@ -1,9 +1,8 @@
-"""Workers: the code that runs in a worker's process, and the handles through which the driver calls workers."""
+"""The code that runs in a worker's process. The driver calls it through the handles of `handles`."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import pickle
 import socket
@@ -14,24 +13,19 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
+from dataclasses import replace
+from functools import wraps
+from typing import Any, TypeAlias, TypeVar, cast
 
-from raysgd.core.cluster.call_lines import ARE_POSSIBLE, LARGEST, Line, LineEnd
-from raysgd.core.cluster.keeper import CallNumber, keeper
-from raysgd.core.cluster.ray_cluster import session
-from raysgd.core.engine.placement import Slot
-from raysgd.core.engine.shared.interface import Capture, Connection, Replica, ReplicaFactory
+from raysgd.core.cluster.call_lines import LineEnd
+from raysgd.core.cluster.keeper import CallNumber
+from raysgd.core.engine.shared.interface import Connection, Replica, ReplicaFactory
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
-    UNKNOWN,
     Answered,
-    Failed,
     Failure,
     FailureKind,
     HeldAtStep,
-    Outcome,
     Rendezvous,
     ReplicaProgress,
     StateHandover,
@@ -40,96 +34,20 @@ from raysgd.core.engine.shared.types import (
     World,
 )
 from raysgd.core.memory import return_freed_memory
-from raysgd.core.sending import cannot_import, packed_bytes
+from raysgd.core.sending import cannot_import
 from raysgd.core.text import log_lines
 from raysgd.core.text.faults import describe_fault
-from raysgd.core.text.log_lines import WorkerLogLine
-
-logger = logging.getLogger(__name__)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
-P = ParamSpec("P")
+
+Reply: TypeAlias = Answered | Failure
+"""The reply to a call of a function on the replica."""
+
+NO_THREAD = 0
 
 _RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # Ray sets PYTHONBREAKPOINT to this value
 _FOLDER = "/dev/fd"
 _RAYLET = "/raylet"  # the path of the socket to Ray's node process (the raylet) ends with this
-
-
-@dataclass(frozen=True)
-class WorkerAnswer:
-    """A worker's answer to a call.
-
-    Attributes:
-        value: What the call returned.
-        capture: This rank's part of a snapshot, if one was requested.
-        notes: Lines that the worker logged since its last answer.
-    """
-
-    value: Any
-    capture: Capture | None = None
-    notes: tuple[WorkerLogLine, ...] = ()
-
-
-def outcome_of(rank: int, reply: Any) -> Answered | Failed:
-    """Return the outcome of a call to a worker, which has returned `reply`.
-
-    If the worker failed before it got its rank, add the rank to the failure.
-    """
-    if not isinstance(reply, Failure):
-        return Answered(rank, reply)
-    fault = reply.fault if reply.fault.rank >= 0 else replace(reply.fault, rank=rank)
-    return Failed(rank, replace(reply, fault=fault))
-
-
-def notes_of(outcome: Outcome) -> tuple[WorkerLogLine, ...]:
-    """Return the log lines that a worker sent with the outcome of its call."""
-    if isinstance(outcome, Failed):
-        return outcome.failure.notes
-    if isinstance(outcome, Answered) and isinstance(outcome.value, WorkerAnswer):
-        return outcome.value.notes
-    return ()
-
-
-def pack(
-    function: Callable[..., Any],
-    capture: bool,
-    landed: int | None,
-    args: Sequence[Any],
-    number: CallNumber | None = None,
-) -> tuple[Any, ...]:
-    """Pickle a call to a function on the replica.
-
-    Return the arguments to pass to `WorkerProcess.on_packed` on a worker.
-
-    The returned arguments can be sent to any number of workers. Ray object references in `args` are returned as
-    separate arguments, so that Ray replaces them with the objects.
-
-    Args:
-        function: Called as `function(replica, *args)`.
-        capture: True to copy the training state after the call.
-        landed: Token of the newest snapshot that has arrived in the driver. None if no snapshot has arrived.
-        args: The function's arguments.
-        number: Number of the call, if the trainer is detached.
-    """
-    from ray import ObjectRef
-
-    places = [place for place, arg in enumerate(args) if isinstance(arg, ObjectRef)]
-    plain = [None if place in places else arg for place, arg in enumerate(args)]
-    packed = packed_bytes("What the call is given", (function, capture, landed, plain, places, number))
-    return packed, *(args[place] for place in places)
-
-
-def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
-    """Return the answer to a call.
-
-    If `capture` is True and the call completed, include a copy of the training state.
-    """
-    part = None
-    if capture and not isinstance(value, HeldAtStep):
-        began = time.perf_counter()
-        part = cast(Replica, process._replica).capture(landed)
-        part = replace(part, seconds=time.perf_counter() - began)
-    return WorkerAnswer(value, part, log_lines.drain() if process._is_remote else ())
 
 
 def _guarded(method: MethodT) -> MethodT:
@@ -143,9 +61,7 @@ def _guarded(method: MethodT) -> MethodT:
         self.call_thread = threading.get_ident()
         try:
             return method(self, *args, **kwargs)
-        except BaseException as error:  # user code may raise anything, even SystemExit
-            if not self._is_from_call(error):
-                raise
+        except self._raised_by_calls as error:
             return self._failure(error)
 
     return cast(MethodT, guarded)
@@ -165,7 +81,7 @@ class WorkerProcess:
 
     Attributes:
         call_thread: ID of the thread that runs the current call or ran the last call. None before the first call.
-            `_NO_THREAD` after a call in `attend` has ended, until the next call starts.
+            `NO_THREAD` after a call in `attend` has ended, until the next call starts.
         number: Number of the last call that had a number. None if no call had a number.
         reply: The reply to the call with this number, for a driver that sends the call again.
     """
@@ -180,11 +96,13 @@ class WorkerProcess:
         self._connection = connection
         self._num_threads = num_threads
         self._is_remote = is_remote
+        # User code may raise anything. But in the driver, a `KeyboardInterrupt` comes from Ctrl-C.
+        self._raised_by_calls = (Exception, SystemExit, *((KeyboardInterrupt,) if is_remote else ()))
         self._world = World(rank=-1, size=0)
         self._replica: Replica | None = None
         self.call_thread: int | None = None
         self.number: CallNumber | None = None
-        self.reply: WorkerAnswer | Failure | None = None
+        self.reply: Reply | None = None
 
     def describe(self) -> WorkerInfo:
         """Return this worker's node, process and GPUs.
@@ -226,7 +144,7 @@ class WorkerProcess:
         return self._connection.open_endpoint(host)
 
     @_guarded
-    def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
+    def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> Answered:
         """Join a group and build the replica. If the worker already has a replica, replace it.
 
         Args:
@@ -247,12 +165,12 @@ class WorkerProcess:
         facts = self._replica.setup()
         if self._is_remote:
             return_freed_memory()
-        return _answer(self, facts, capture, None)
+        return _answer(self, facts, capture)
 
     @_guarded
     def prepare_standby(
         self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
-    ) -> WorkerAnswer:
+    ) -> Answered:
         """Prepare a standby worker: import the framework, then build and warm up the replica in a group of size 1.
 
         Args:
@@ -273,7 +191,7 @@ class WorkerProcess:
             return_freed_memory()
             replica.warm_up()
             self._world = World(rank=0, size=1)
-        return WorkerAnswer(info, notes=log_lines.drain())
+        return _answer(self, info)
 
     @_guarded
     def leave_group(self, host: str) -> tuple[ReplicaProgress, int]:
@@ -296,12 +214,13 @@ class WorkerProcess:
         return replica.regroup(world, handover)
 
     @_guarded
-    def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
+    def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Answered:
         """Run `function(replica, *args)`. If `capture` is True, copy the training state right after the call."""
         return _answer(self, function(self.replica, *args), capture, landed)
 
-    def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer | Failure:
-        """Run a call that `pack` pickled, and return the answer. If the call raised an exception, return the failure.
+    @_guarded
+    def on_packed(self, packed: bytes, *values: Any) -> Reply:
+        """Run a call that `pack` pickled, like `on_replica`.
 
         If this worker has already run a call with the same number, repeat the reply to that call. This happens if the
         process of a detached trainer died during the call.
@@ -310,9 +229,21 @@ class WorkerProcess:
             packed: The pickled call.
             values: The objects whose references `pack` returned separately.
         """
-        return _reply_of(self, packed, values)
+        try:
+            function, capture, landed, args, places, number = pickle.loads(packed)
+        except ModuleNotFoundError as error:
+            raise cannot_import(error.name) from error
+        for place, value in zip(places, values, strict=True):
+            args[place] = value
+        if number is not None and number == self.number:
+            return cast(Reply, self.reply)
+        self.number = self.number if number is None else number
+        reply = WorkerProcess.on_replica(self, function, capture, landed, *args)  # see `_answer`
+        if number is not None:
+            self.reply = reply
+        return reply
 
-    def attend(self, name: str, packed: bytes) -> WorkerAnswer | Failure | None:
+    def attend(self, name: str, packed: bytes) -> Reply | None:
         """Run a call and send the answer over a Unix socket.
 
         Then run the calls that arrive on the socket until it closes. This method ends early if a call fails, because
@@ -329,9 +260,9 @@ class WorkerProcess:
         try:
             message: bytes | None = packed
             while message is not None:
-                reply = _reply_of(self, message)
+                reply = WorkerProcess.on_packed(self, message)
                 # This must be set before the driver gets the answer, because the driver may then request a stack.
-                self.call_thread = _NO_THREAD
+                self.call_thread = NO_THREAD
                 if isinstance(reply, Failure) or not line.answer(reply):
                     return reply
                 message = line.next()
@@ -442,173 +373,24 @@ class WorkerProcess:
             self._connection.give_up(error)  # ranks that wait for this rank then notice the failure
         return failure
 
-    def _is_from_call(self, error: BaseException) -> bool:
-        """Return True if an error was raised by the call.
 
-        In the driver, a `KeyboardInterrupt` comes from Ctrl-C instead.
-        """
-        return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
+def _answer(process: WorkerProcess, value: Any, capture: bool = False, landed: int | None = None) -> Answered:
+    """Return the answer to a call.
 
-
-def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
-    """Run a call that `pack` pickled, and return the answer. If the call raised an exception, return the failure.
+    If `capture` is True and the call completed, include a copy of the training state.
 
     This is a function rather than a method because Ray wraps each method of an actor, and users would see the wrapper's
     frames in tracebacks.
     """
-    number = None
-    process.call_thread = threading.get_ident()
-    try:
-        try:
-            function, capture, landed, args, places, number = pickle.loads(packed)
-        except ModuleNotFoundError as error:
-            raise cannot_import(error.name) from error
-        for place, value in zip(places, values, strict=True):
-            args[place] = value
-        if number is not None and number == process.number:
-            reply: Any = process.reply
-        else:
-            process.number = process.number if number is None else number
-            reply = _answer(process, function(process.replica, *args), capture, landed)
-    except BaseException as error:  # user code may raise anything, even SystemExit
-        if not process._is_from_call(error):
-            raise
-        reply = process._failure(error)
-    if number is not None:
-        process.reply = reply
-    return cast("WorkerAnswer | Failure", reply)
+    part = None
+    if capture and not isinstance(value, HeldAtStep):
+        began = time.perf_counter()
+        part = process.replica.capture(landed)
+        part = replace(part, seconds=time.perf_counter() - began)
+    return Answered(process._world.rank, value, part, log_lines.drain() if process._is_remote else ())
 
 
-@dataclass(frozen=True)
-class LocalCall:
-    """A call to the worker in the driver process. It runs only when the driver gathers the ranks' answers."""
-
-    function: Callable[[], Any]
-
-    def run(self, rank: int) -> Outcome:
-        """Run the call. If it raises an exception, the returned failure contains the live traceback, for debuggers."""
-        return outcome_of(rank, self.function())
-
-
-WorkerMethod: TypeAlias = Callable[Concatenate[WorkerProcess, P], Any]
-"""A method of `WorkerProcess`, as the driver names it to a `LocalWorker` or a `RemoteWorker`."""
-
-
-class LocalWorker:
-    """The driver's handle to the worker in the driver process (`use_local=True`).
-
-    A call runs only when the driver gathers the results. It then runs in the driver's thread, so that a debugger can
-    stop in it.
-    """
-
-    is_local = True
-    info = UNKNOWN
-
-    def __init__(self, connection: Connection) -> None:
-        # In the driver, the user decides how many threads libraries use, so no limit is set.
-        self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
-        self._connection = connection
-
-    def submit(self, method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> LocalCall:
-        """Return a `LocalCall` of the worker's method. `LocalCall.run` then runs the method."""
-        return LocalCall(partial(method, self._process, *args, **kwargs))
-
-    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
-        """Make this worker use only the GPUs that are reserved for it. See `Connection.use_gpus`."""
-        self._connection.use_gpus(gpu_ids)
-
-    def interrupt(self) -> None:
-        """Interrupt the collectives in which this rank waits for other ranks. May be called from another thread."""
-        self._process.interrupt()
-
-    @property
-    def replica(self) -> Any:
-        """The worker's replica."""
-        return self._process.replica
-
-    def kill(self) -> None:
-        """Close the worker's replica. The process stays alive, because it is the driver.
-
-        Errors are only logged, because the other workers must be stopped, too.
-        """
-        try:
-            self._process.close()
-        except Exception as error:  # user code may raise anything
-            logger.warning("the worker in the driver failed to close: %r", error)
-
-
-class RemoteWorker:
-    """The driver's handle to a worker that is a Ray actor.
-
-    Attributes:
-        info: Node and process of the worker. `UNKNOWN` until the worker's process is known.
-    """
-
-    is_local = False
-    info = UNKNOWN
-
-    def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
-        self.slot = slot
-        options, kept_by = slot.reservation.actor_options(slot.index), keeper()
-        if kept_by is not None:
-            options |= kept_by.actor_options()
-        self.name = options.get("name", "")
-        self._line: Line | None = None
-        self._can_attend = ARE_POSSIBLE
-        self._session = session()
-        self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
-
-    def submit(self, method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Start a call of one of the worker's methods. Return Ray's reference to the result.
-
-        If the method runs in the same thread as `attend`, first close the Unix socket, so that `attend` ends.
-        """
-        if method.__name__ not in _BESIDE:
-            self._hang_up()
-        return getattr(self.actor, method.__name__).remote(*args, **kwargs)
-
-    def ask(self, packed: bytes, *values: Any) -> Any:
-        """Send the worker a call that `pack` has pickled. Use a Unix socket if possible, otherwise Ray.
-
-        Return a `Line` or Ray's reference to the result.
-        """
-        line = self._line
-        self._can_attend = self._can_attend and (line is None or line.has_answer or line.was_joined)
-        if values or len(packed) > LARGEST or not self._can_attend:
-            return self.submit(WorkerProcess.on_packed, packed, *values)
-        if line is not None and line.has_answer and line.send(packed):
-            return line
-        self._hang_up()
-        try:
-            self._line = Line(lambda name: self.actor.attend.remote(name, packed))
-        except OSError:  # raised, for example, in a sandbox or if too many files are open
-            self._can_attend = False
-            return self.submit(WorkerProcess.on_packed, packed)
-        return self._line
-
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.hang_up()
-            self._line = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle.
-
-        The Unix socket to the worker is left out, because it works only in this process.
-        """
-        return {**vars(self), "_line": None}
-
-    def kill(self) -> None:
-        import ray
-
-        # If the call is not answered, another thread may still be waiting for the answer.
-        if self._line is not None and self._line.is_answered:
-            self._hang_up()
-        if session() == self._session:
-            ray.kill(self.actor, no_restart=True)
-
-
-class _HostedProcess(WorkerProcess):
+class RaySGDWorker(WorkerProcess):
     """The code of a worker in a Ray actor.
 
     If Ray assigned no GPU to the actor, the node's GPUs are hidden from the process.
@@ -646,55 +428,6 @@ def _drop(numbers: Sequence[int]) -> None:
         # Ray's code still uses this file descriptor, so redirect it instead of closing it.
         os.dup2(nowhere, number, inheritable=False)
     os.close(nowhere)
-
-
-# Each of these Ray concurrency groups runs its methods in one thread. Methods in "beside" and "signs" must be fast: the
-# driver polls workers through these two threads, and kills a worker that does not respond.
-_GROUPS = {
-    "beside": ("beside", "stack"),
-    "signs": ("describe", "interrupt", "last_call"),
-    "sending": ("send", "relay"),
-}
-_NUM_RETURNS = {"relay": 2}
-_NO_THREAD = 0
-_BESIDE = {name for names in _GROUPS.values() for name in names}
-
-
-def _actor_class() -> Any:
-    """Return the Ray actor class of workers.
-
-    The class is created on first use, so that Ray is imported as late as possible.
-    """
-    global _ACTOR_CLASS
-    if _ACTOR_CLASS is None:
-        import ray
-
-        members = {
-            name: ray.method(concurrency_group=group, num_returns=_NUM_RETURNS.get(name, 1))(_forwarding(name))
-            for group, names in _GROUPS.items()
-            for name in names
-        }
-        hosted = type("RaySGDWorker", (_HostedProcess,), members)
-        threads = dict.fromkeys(_GROUPS, 1)
-        options: dict[str, Any] = {"concurrency_groups": threads, "max_restarts": 0, "max_task_retries": 0}
-        _ACTOR_CLASS = ray.remote(**options)(hosted)
-    return _ACTOR_CLASS
-
-
-def _forwarding(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of `WorkerProcess`.
-
-    `ray.method` adds attributes to the function that it receives. With such a separate function, `WorkerProcess` itself
-    stays unchanged.
-    """
-
-    def method(self: WorkerProcess, *args: Any) -> Any:
-        return getattr(WorkerProcess, name)(self, *args)
-
-    return method
-
-
-_ACTOR_CLASS: Any = None
 
 
 def node_here() -> tuple[str, str]:

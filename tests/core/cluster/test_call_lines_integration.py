@@ -14,11 +14,12 @@ from ray.cloudpickle import dumps
 
 from raysgd.core.cluster.call_lines import LARGEST, Line
 from raysgd.core.cluster.resources import Resources
-from raysgd.core.engine import worker
+from raysgd.core.engine import handles
 from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.handles import RemoteWorker
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
-from raysgd.core.engine.worker import RemoteWorker, WorkerProcess
+from raysgd.core.engine.worker import WorkerProcess
 from tests.helpers.fakes import CountingReplica, NullConnection
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
@@ -74,7 +75,7 @@ def ask(group: WorkerGroup, function: Any, *args: Any, by_line: bool = True) -> 
 
 
 def values(report: GroupReport) -> list[Any]:
-    return [answer.value for answer in report.values]
+    return report.values
 
 
 def lines(group: WorkerGroup) -> list[Line]:
@@ -124,7 +125,7 @@ def test_a_worker_that_finds_no_line_is_asked_through_ray_from_then_on(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert values(ask(group, value_of, 1, by_line=False)) == [1, 1]
-    monkeypatch.setattr(worker, "Line", lambda attend: Line(lambda name: attend("raysgd-elsewhere")))
+    monkeypatch.setattr(handles, "Line", lambda attend: Line(lambda name: attend("raysgd-elsewhere")))
     for number in range(3):
         assert values(ask(group, value_of, number)) == [number, number]
     assert lines(group) == []

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from raysgd.core.cluster.keeper import CallNumber, Keeper
+from raysgd.core.engine.handles import pack
 from raysgd.core.engine.shared.interface import Call
-from raysgd.core.engine.worker import WorkerAnswer, WorkerProcess, pack
+from raysgd.core.engine.shared.types import Answered
+from raysgd.core.engine.worker import WorkerProcess
 from tests.helpers.fakes import NullConnection
 
 
@@ -73,12 +75,12 @@ def test_a_call_that_is_sent_twice_runs_once_and_is_answered_twice() -> None:
     replica = Steps()
     process, number = worker(replica), CallNumber(1, 0, False, "train")
     first = process.on_packed(*pack(train, False, None, (7,), number))
-    assert process.on_packed(*pack(validate, False, None, ())) == WorkerAnswer(1)
+    assert process.on_packed(*pack(validate, False, None, ())) == Answered(-1, 1)
     assert process.on_packed(*pack(train, False, None, (8,), number)) is first
     assert replica == [7]
     assert process.last_call() == number
     again = process.on_packed(*pack(train, False, None, (8,), replace(number, attempt=1)))
-    assert again == WorkerAnswer(2)
+    assert again == Answered(-1, 2)
 
 
 def test_a_call_that_has_failed_fails_again_with_the_same_error() -> None:

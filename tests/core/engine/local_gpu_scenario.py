@@ -63,8 +63,8 @@ def tell() -> dict[str, Any]:
     seen = {
         "driver": JOINED[-1],
         "told to what later workers get": connection.told,
-        "remote": answers[1].value,
-        "driver's variable": answers[0].value,
+        "remote": answers[1],
+        "driver's variable": answers[0],
         "free during": num_free_gpus_in_the_end(),
     }
     group.stop(10.0)

@@ -85,7 +85,7 @@ class Story:
         assert group.start().ok
         self.seen["small"] = [(world.node_rank, world.local_rank) for world in group.worlds]
         answers = group.on_replica(where, dict.fromkeys(range(NUM_SMALL), ())).values
-        self.seen["small where they say"] = [answer.value for answer in answers]
+        self.seen["small where they say"] = answers
         self.seen["small where they are"] = [(rank, info.node_id) for rank, info in enumerate(group.infos)]
         group.stop(10.0)
 

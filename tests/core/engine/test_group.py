@@ -11,6 +11,7 @@ import pytest
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.gathering import roll_call
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
+from raysgd.core.engine.handles import LocalWorker
 from raysgd.core.engine.placement import Reservation
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.interface import GroupSpec, NoConnection
@@ -26,7 +27,6 @@ from raysgd.core.engine.shared.types import (
     World,
 )
 from raysgd.core.engine.transfers import SharedValue
-from raysgd.core.engine.worker import LocalWorker
 from raysgd.exceptions import TrainerShutdownError, WorkerFault
 from tests.core.engine.trainer import RESTARTS, Trainer, befalls, dies
 from tests.helpers.fakes import CountingReplica, FakeClock, NullConnection, failure

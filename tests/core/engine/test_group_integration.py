@@ -211,7 +211,7 @@ def test_the_driver_and_a_process_work_together_and_no_one_waits_for_a_process_w
     connected: WorkerGroup, tmp_path: Path
 ) -> None:
     report = on_all(connected, sum_up, FailurePlan(tmp_path / "none"))
-    assert [answer.value for answer in report.values] == [11.0, 11.0]
+    assert report.values == [11.0, 11.0]
     assert listeners() == []
     report = on_all(connected, sum_up, FailurePlan(tmp_path).fail(rank=0))
     assert kinds(report) == ["user", None]
@@ -230,7 +230,7 @@ def test_the_driver_alone_needs_no_ray_and_reserves_nothing() -> None:
     group = make_group(1, use_local=True)
     assert group.start().ok
     assert group.is_driver_only
-    assert on_all(group, add, 2.0).values[0].value == 2.0
+    assert on_all(group, add, 2.0).values[0] == 2.0
     replica = group.local_replica
     group.stop(10)
     assert replica.is_shut_down

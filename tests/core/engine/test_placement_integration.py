@@ -267,7 +267,7 @@ def test_a_task_inside_a_worker_finds_room_beside_the_full_reservation(ray_clust
     group.start(120)
     try:
         report = group.on_replica(ask_for_twice, {0: (3,), 1: (4,)})
-        assert [answer.value for answer in report.values] == [6, 8]
+        assert report.values == [6, 8]
     finally:
         group.stop(10)
 
@@ -304,7 +304,7 @@ def train_two_workers() -> tuple[list[float], list[str], list[str], int]:
     num_fitting = capacity(cluster_view(), spec.resources)
     group = WorkerGroup(spec, 2)
     group.start(120)
-    values = [answer.value for answer in group.on_replica(add, {0: (1.0,), 1: (2.0,)}).values]
+    values = group.on_replica(add, {0: (1.0,), 1: (2.0,)}).values
     group.stop(10)
     outer = ray.util.get_current_placement_group()
     state = placement_group_table(outer)["state"]
@@ -323,7 +323,7 @@ def ask_for_twice_outside() -> int:
     group.start(120)
     try:
         [answer] = group.on_replica(ask_for_twice, {0: (3,)}).values
-        return int(answer.value)
+        return int(answer)
     finally:
         group.stop(10)
 

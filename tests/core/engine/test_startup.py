@@ -24,7 +24,7 @@ from raysgd.core.engine.shared.types import (
     WorkerInfo,
 )
 from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
-from raysgd.core.engine.worker import WorkerAnswer, WorkerProcess
+from raysgd.core.engine.worker import WorkerProcess
 from tests.helpers.fakes import FakeClock, fault
 
 
@@ -174,7 +174,7 @@ class Spare:
         if self.now() < call[1]:
             return Unanswered(rank)
         info = WorkerInfo("node", "10.0.0.1", 7)
-        return Answered(rank, WorkerAnswer(info) if call[0] == "prepare_standby" else info)
+        return Answered(rank, info)
 
     def kill(self) -> None:
         self.ended.append("kill")
@@ -400,14 +400,14 @@ def failed(kind: FailureKind) -> Outcome:
 
 
 def test_a_call_that_is_answered_counts() -> None:
-    scene = Scene(Answered(-1, WorkerAnswer("value")))
+    scene = Scene(Answered(-1, "value"))
     assert scene.run() == scene.found
     assert scene.loan.is_over
     assert not scene.loan.has_died
 
 
 def test_no_call_begins_after_a_recall() -> None:
-    scene = Scene(Answered(-1, WorkerAnswer("value")))
+    scene = Scene(Answered(-1, "value"))
     scene.loan.recall()
     assert scene.loan.is_over
     assert scene.run() is None
@@ -416,7 +416,7 @@ def test_no_call_begins_after_a_recall() -> None:
 
 @pytest.mark.parametrize(
     ("found", "counts"),
-    [(Answered(-1, WorkerAnswer(None)), False), (failed("user"), False), (Answered(-1, WorkerAnswer(1)), True)],
+    [(Answered(-1, None), False), (failed("user"), False), (Answered(-1, 1), True)],
 )
 def test_a_call_that_gave_up_or_failed_after_a_recall_does_not_count(found: Outcome, counts: bool) -> None:
     scene = Scene()
@@ -455,5 +455,5 @@ def test_what_is_raised_meanwhile_ends_the_loan() -> None:
         scene.run(interrupt)
     assert scene.calls == ["on_packed", "beside"]
     assert not scene.loan.is_over
-    scene.found = Answered(-1, WorkerAnswer(None))
+    scene.found = Answered(-1, None)
     assert scene.loan.is_over

@@ -75,7 +75,7 @@ def test_a_state_arrives_at_all_takers_as_it_was_sent_one_after_the_other(
     report = trio.on_replica(hand_over, dict.fromkeys(range(3), (names, piece_bytes)))
     assert report.ok, report
     for taker in TAKERS:
-        got = report.values[taker].value
+        got = report.values[taker]
         assert [equal(state, STATES[name]) for state, name in zip(got, names, strict=True)] == [True] * len(names)
         assert got[2]["half"].dtype == torch.bfloat16
         assert got[2]["nobody"].shape == (0, 4)
@@ -95,7 +95,7 @@ def change_what_came(replica: CountingReplica) -> float:
 
 def test_what_was_received_is_the_receivers_own_to_change(trio: WorkerGroup) -> None:
     report = trio.on_replica(change_what_came, dict.fromkeys(range(3), ()))
-    assert [answer.value for answer in report.values] == [5.0, 0.0, 7.0]
+    assert report.values == [5.0, 0.0, 7.0]
 
 
 def hand_over_and_die(replica: CountingReplica, lost: int) -> None:

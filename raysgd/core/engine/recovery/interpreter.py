@@ -15,6 +15,7 @@ from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine import ranks as rank_rules
+from raysgd.core.engine.handles import RemoteWorker
 from raysgd.core.engine.lifecycle import SETTLE_S, START_ATTEMPTS, Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.policies import (
@@ -44,7 +45,6 @@ from raysgd.core.engine.shared.interface import (
 )
 from raysgd.core.engine.shared.types import Answered, Failed, GroupReport, HeldAtStep, StateHandover
 from raysgd.core.engine.transfers import LostPartError
-from raysgd.core.engine.worker import RemoteWorker
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import (
     RanksDifferError,
@@ -390,7 +390,7 @@ class Interpreter:
         )
         if not report.ok:
             return self._failed(report)
-        values = [answer.value for answer in report.values]
+        values = report.values
         # If some ranks stopped between two steps, the call is not complete, even if it has ended on other ranks.
         if any(isinstance(value, HeldAtStep) for value in values):
             return self._paused(report, values)
@@ -404,7 +404,7 @@ class Interpreter:
         if call.is_kept:
             snapshots.note_call(call, lifecycle.now() - began)
         # A worker that repeats its reply to the last attempt may send a copy even if `captures` is False.
-        copies = [answer.capture for answer in report.values if answer.capture is not None]
+        copies = report.captures
         if copies and (lifecycle.spec.captures or captures):
             snapshots.take_captures(copies, group)
             snapshots.pace.note_copy(max(copy.seconds for copy in copies))
@@ -441,9 +441,7 @@ class Interpreter:
         self._monitor.go_on()
         incident = self._note("", report)
         incident.diagnosis = diagnosis
-        answers = {
-            each.rank: each.value.value if isinstance(each, Answered) else each.failure for each in report.outcomes
-        }
+        answers = {each.rank: each.value if isinstance(each, Answered) else each.failure for each in report.outcomes}
         incident.divergence = call.divergence(answers)
         workers, failed = lifecycle.running.workers, [each for each in report.outcomes if isinstance(each, Failed)]
         sizes = {workers[o.rank]: o.failure.largest_batch for o in failed if o.failure.largest_batch is not None}
@@ -483,7 +481,7 @@ class Interpreter:
         if not report.ok:
             is_resumed = state.why is machine.Poll.RESUME
             return self._failed(report) if is_resumed else machine.CallFailed(classify(report).kind)
-        return machine.Polled(are_alike([answer.value for answer in report.values]))
+        return machine.Polled(are_alike(report.values))
 
     # ---- a change in place
 
@@ -651,7 +649,7 @@ class Interpreter:
         self._report = report = self._on_all(method_of(RegroupingReplica.capture_here))
         if not report.ok:
             return machine.NotDone()
-        parts = [answer.value for answer in report.values]
+        parts = report.values
         is_inside = all(part.progress is not None for part in parts)
         if is_inside or isinstance(state.change, Evacuate):
             self._take(parts)

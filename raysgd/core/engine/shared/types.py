@@ -143,10 +143,19 @@ class StepLacksMemory(Exception):
 
 @dataclass(frozen=True)
 class Answered:
-    """The outcome of a call that returned a value."""
+    """The outcome of a call that returned a value.
+
+    Attributes:
+        rank: The worker's rank.
+        value: What the call returned.
+        capture: This rank's part of a snapshot (a `Capture`), if one was requested.
+        notes: Lines that the worker logged since its last answer.
+    """
 
     rank: int
     value: Any = None
+    capture: Any = None
+    notes: tuple[WorkerLogLine, ...] = ()
     ok: ClassVar[bool] = True
     answered: ClassVar[bool] = True
     has_died: ClassVar[bool] = False
@@ -173,12 +182,18 @@ class Failed:
         """True if the worker's process or node died during the call."""
         return self.failure.kind == "died"
 
+    @property
+    def notes(self) -> tuple[WorkerLogLine, ...]:
+        """Lines that the worker logged before the failure."""
+        return self.failure.notes
+
 
 @dataclass(frozen=True)
 class Unanswered:
     """The outcome so far of a call that has not ended."""
 
     rank: int
+    notes: ClassVar[tuple[WorkerLogLine, ...]] = ()
     ok: ClassVar[bool] = False
     answered: ClassVar[bool] = False
     has_died: ClassVar[bool] = False
@@ -348,6 +363,11 @@ class GroupReport:
     def values(self) -> list[Any]:
         """The values of the ranks that returned one, in rank order."""
         return [outcome.value for outcome in self.outcomes if isinstance(outcome, Answered)]
+
+    @property
+    def captures(self) -> list[Any]:
+        """The ranks' parts of a snapshot (`Capture`s), in rank order, of the ranks that sent one."""
+        return [each.capture for each in self.outcomes if isinstance(each, Answered) and each.capture is not None]
 
     @property
     def all_answered(self) -> bool:
