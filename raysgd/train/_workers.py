@@ -237,7 +237,7 @@ class FunctionWorkers(GroupHooks):
     def expect_end(self, is_ending: bool) -> None:
         """Stop replacing lost workers if the program is about to end, or replace them again, for `Leaving`."""
         if self._controller is not None:
-            self._controller.is_ending = is_ending
+            self._controller.expect_end(is_ending)
 
     # ---------------------------------------------------------------------------------------------------- a function
 

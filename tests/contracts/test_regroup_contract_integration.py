@@ -15,7 +15,7 @@ import pytest
 
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.connections.torch import TorchConnection
-from raysgd.core.engine import startup
+from raysgd.core.engine import standby
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import choose_source, takers
 from raysgd.core.engine.shared.interface import GroupSpec
@@ -222,7 +222,7 @@ class FreezesLater(SteppingReplica):
 def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
     make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "_LOADING_S", 0.0)
+    monkeypatch.setattr(standby, "_LOADING_S", 0.0)
     order = tmp_path / "freeze"
     order.touch()
     freezes = partial(FreezesLater, order)

@@ -22,7 +22,7 @@ from raysgd.core.engine.recovery.machine import Do, Done, End, Finished, Known, 
 from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
-from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
+from raysgd.core.engine.standby import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.torch_step import TorchParts
 from raysgd.torch.parallel.copies import TensorCopies
 from raysgd.torch.parallel.undo import Undo

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.handles import RemoteWorker
 from raysgd.core.engine.shared.types import GroupReport, Outcome
-from raysgd.core.engine.startup import StandbyWorkers
+from raysgd.core.engine.standby import StandbyWorkers
 from tests.simulator.processes import Process
 
 if TYPE_CHECKING:

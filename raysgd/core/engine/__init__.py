@@ -17,7 +17,7 @@ No module of the engine imports a training framework. The modules that only make
 Start reading at `recovery.machine`, the table of what follows what in a call and after a failure, and at
 `recovery.interpreter`, which waits for what the table names. `controller` runs the calls one at a time. They use
 `lifecycle` (starts and stops the group), `monitor` (watches the running call) and `snapshots`. `group` owns the
-workers, `startup` the standby workers (outside the group, ready to replace lost workers) and their calls beside
+workers, `standby` the standby workers (outside the group, ready to replace lost workers) and their calls beside
 training, and `placement` the reserved resources. `worker` is the code that runs in worker processes, and
 `handles` how the driver calls it.
 """

@@ -29,7 +29,7 @@ from raysgd.core.engine.recovery.machine import NUM_COPIES
 from raysgd.core.engine.shared.interface import Call, Completed, Left
 from raysgd.core.engine.shared.types import Failed
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
-from raysgd.core.engine.startup import Loan
+from raysgd.core.engine.standby import Loan
 from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import OnFailure, RaySGDError, WorkersLostError

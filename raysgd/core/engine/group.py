@@ -14,13 +14,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
-from raysgd.core.cluster.ray_cluster import note_processes
+from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
+from raysgd.core.cluster.resources import explain
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.gathering import Listener, await_all, quiet_s, roll_call
 from raysgd.core.engine.handles import LocalCall, LocalWorker, RemoteWorker, WorkerMethod, pack
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.policies import Diagnosis, LostNodes, emptied_nodes
+from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import (
     Answered,
@@ -33,10 +34,11 @@ from raysgd.core.engine.shared.types import (
     World,
     hosts_of,
 )
-from raysgd.core.engine.startup import StandbyWorkers
+from raysgd.core.engine.standby import StandbyWorkers
 from raysgd.core.engine.transfers import SharedValue, StoredPart, Transfer, together
 from raysgd.core.engine.worker import WorkerProcess
-from raysgd.exceptions import OnFailure
+from raysgd.core.sending import packed_bytes
+from raysgd.exceptions import OnFailure, ReservationTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,6 @@ class WorkerGroup:
         self.silent: set[int] = set()
         self.stuck: set[int] = set()
         self.num_workers = num_workers
-        self.num_spares = spec.num_spares
         self._unanswered: dict[int, Reference] = {}  # by rank: calls for which the last `_gather` got no answer
         self._listening: dict[LocalWorker | RemoteWorker, tuple[str, int]] = {}
         self._has_listened = False
@@ -113,38 +114,149 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------------------------------ start
 
-    def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
+    def start(
+        self,
+        reservation_timeout_s: float | None = None,
+        min_workers: int | None = None,
+        num_spares: int | None = None,
+    ) -> GroupReport:
         """Start the workers and connect them. If too few workers start, kill them and release the resources.
 
-        If a worker dies before the workers are connected, a replacement is started, as long as replacements are left.
-        This method waits for replacements only if too few workers are ready. Otherwise the replacements join later.
+        If a worker dies before the replicas are built, a replacement is started, as long as replacements are left. This
+        method waits for replacements only if too few workers are ready. Otherwise the replacements join later.
 
         Args:
             reservation_timeout_s: How long to wait until the resources are granted. Default: the spec's timeout.
-            min_workers: Number of workers that must be ready before the workers are connected. Default: all workers.
+            min_workers: Number of workers that must be left. Default: all workers.
+            num_spares: Number of spare workers for which resources are reserved as well. Default: the spec's number.
 
         Returns:
-            A report with what each replica's `setup` returned, or the report of the step that failed. If workers failed
-            after the workers began to connect, `renew` can form a group of the survivors.
+            A report with what each replica's `setup` returned, or the report of the step that failed.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time.
             TrainerShutdownError: `kill_workers` was called.
         """
-        timeout_s = reservation_timeout_s or self._spec.reservation_timeout_s
+        spec, min_workers = self._spec, self.num_workers if min_workers is None else min_workers
+        timeout_s = reservation_timeout_s or spec.reservation_timeout_s
         with OnFailure(self.kill):
-            self.standby.create(self.workers, self.num_workers, self.num_spares, timeout_s)
-            num_needed = self.num_workers if min_workers is None else min_workers
-            report = self.standby.make_ready(self.workers, num_needed, timeout_s, self._gather)
+            self._create_workers(spec.num_spares if num_spares is None else num_spares, timeout_s)
+            report = self._make_ready(min_workers, timeout_s)
+            if report.ok:
+                # Ranks are assigned now, because they depend on the workers' nodes.
+                for worker, info in zip(self.workers, report.values, strict=True):
+                    worker.info = info
+                order = rank_rules.in_order(report.values, first_stays=spec.use_local)
+                self.give_ranks([self.workers[index] for index in order])
+                captures = spec.captures_after_calls
+                report = self.without_lost(self._build(captures=captures), min_workers, captures=captures)
             if not report.ok:
                 self.kill()
+            return report
+
+    def _create_workers(self, num_spares: int, timeout_s: float) -> None:
+        """Reserve resources for the workers and spares, and start the worker processes."""
+        spec, platform, slots, workers = self._spec, self._platform, self.slots, self.workers
+        local = platform.new_local_worker(spec.connection) if spec.use_local else None
+        if local is not None:
+            workers.append(local)
+        if self.num_workers == len(workers):
+            return
+        packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
+        platform.ensure_running()
+        # The driver gets a slot, too.
+        num_slots, check = self.num_workers + num_spares, self.standby.check_wanted
+        slots.reserve(num_slots, timeout_s, has_driver=spec.use_local, check=check)
+        if local is not None:
+            local.use_gpus(slots.take_slot().reservation.gpus_of_driver())
+        for _ in range(len(workers), self.num_workers):
+            workers.append(platform.new_worker(slots.take_slot(), spec.connection, spec.num_threads))
+        check()
+
+    def _make_ready(self, min_workers: int, timeout_s: float) -> GroupReport:
+        """Run the user's initialization hook and import the framework in all workers. Replace workers that die.
+
+        Return a report with the `WorkerInfo` of each ready worker, or the report of the failure.
+        """
+        standby, num_workers = self.standby, self.num_workers
+        # A worker answers this call even while it runs the user's hook.
+        placed = [worker.submit(WorkerProcess.describe) for worker in self.workers if isinstance(worker, RemoteWorker)]
+        calls = self._submit(range(num_workers), WorkerProcess.prepare, self._spec.initialization_hook)
+        if placed and not self.slots.are_own:
+            self._await_placement(placed, timeout_s)
+        check = partial(standby.startup.poll, self.workers)
+        report = self._gather(calls, check)
+        while not report.ok:
+            dead = {outcome.rank for outcome in report.outcomes if outcome.failure is not None}
+            if classify(report).kind == "user":
                 return report
-            # Ranks are assigned now, because they depend on the workers' nodes.
-            for worker, info in zip(self.workers, report.values, strict=True):
-                worker.info = info
-            order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
-            self.give_ranks([self.workers[index] for index in order])
-            return self._build(captures=self._spec.captures_after_calls)
+            logger.warning("%s; continuing with the others", words(classify(report)))
+            for index in dead:
+                standby.kill(self._remote(index))
+            standby.replace(len(dead), num_workers)
+            calls = {index: call for index, call in calls.items() if index not in dead}
+            if len(calls) + standby.num_all < min_workers:
+                return report
+            failed, report = report, self._gather(calls, check)
+        joining = standby.take_needed(min_workers - len(calls), num_workers - len(calls), check)
+        if joining is None:
+            standby.check_wanted()
+            return failed
+        self.workers = [*(self.workers[index] for index in calls), *joining]
+        return GroupReport((*report.outcomes, *(Answered(-1, each.info) for each in joining)))
+
+    def _await_placement(self, references: Sequence[Reference], timeout_s: float) -> None:
+        """Wait until Ray has started all worker actors.
+
+        The actors may have to wait for resources in an existing placement group.
+
+        Raises:
+            ReservationTimeoutError: Some actors were not started in time.
+        """
+        num_waiting = len(references) - len(self._platform.ready(references, timeout_s))
+        if num_waiting:
+            raise ReservationTimeoutError(
+                f"{num_waiting} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
+                + explain(self._spec.resources, len(references), cluster_view())
+            )
+
+    def without_lost(
+        self,
+        report: GroupReport,
+        min_workers: int,
+        on_wait: Callable[[], None] | None = None,
+        *,
+        captures: bool = False,
+    ) -> GroupReport:
+        """If workers were lost while replicas were built or restored, form a group without these workers.
+
+        The survivors' replicas are rebuilt, and standby workers that are ready replace the lost workers. If too few
+        workers survive, wait for standby workers as long as any standby worker is starting.
+
+        Args:
+            report: The report of the call in which the replicas were built or restored.
+            min_workers: Number of workers that must be left.
+            on_wait: Called regularly during the wait. Default: a function that kills frozen workers, as during a start.
+            captures: True to copy the replicas' state after `setup`.
+
+        Returns:
+            A report with what each replica's `setup` returned. If too few workers are left or user code failed, the
+            report of the last failure. The group is then unusable.
+        """
+        standby = self.standby
+        while self._spec.keeps_processes and not report.ok and not self.is_ended and classify(report).kind != "user":
+            logger.warning("%s; continuing with the others", words(classify(report)))
+            survivors = self.settle(report)
+            lost = [rank for rank in range(len(self)) if rank not in survivors]
+            if not lost:
+                break
+            self.remove_workers(lost)
+            standby.replace(len(lost), len(self))
+            joining = standby.take_needed(min_workers - len(survivors), len(lost), on_wait)
+            if joining is None:
+                break
+            report = self.renew(survivors, joining, on_wait, captures=captures)
+        return report
 
     def _build(self, on_wait: Callable[[], None] | None = None, *, captures: bool) -> GroupReport:
         """Connect the ranks, and make each rank build its replica. By default, kill frozen workers meanwhile."""

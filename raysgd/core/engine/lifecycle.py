@@ -33,13 +33,12 @@ from raysgd.core.engine.shared.interface import (
     GroupEvent,
     GroupHistory,
     GroupSpec,
-    HostingReplica,
     RegroupingReplica,
     method_of,
 )
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.snapshots import Snapshots
-from raysgd.core.engine.startup import Replacements
+from raysgd.core.engine.standby import Replacements
 from raysgd.core.engine.worker import WorkerProcess
 from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError, WorkersLostError
@@ -81,6 +80,7 @@ class Lifecycle(ABC):
         facts: What the replicas' `setup` returned, by rank.
         stopped: Set once the trainer is stopped. No group is started after that.
         interrupted: ID of the thread whose call was interrupted and must end. None if no call was interrupted.
+        is_ending: True if the program is about to end: see `expect_end`.
         gives_state_up: True if training state that existed only in the workers could not be fetched and is lost.
         owes_spares: True if starting missing spare workers was postponed, because a starting process slows down other
             workers on its node.
@@ -115,27 +115,21 @@ class Lifecycle(ABC):
         self.num_short = 0
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
-        self.gives_state_up = self._is_ending = False
+        self.gives_state_up = self.is_ending = False
         self.newcomers: set[Any] = set()
 
-    @property
-    def is_ending(self) -> bool:
-        """True if the program is about to end.
+    def expect_end(self, is_ending: bool) -> None:
+        """Note if the program is about to end. Lost workers are then not replaced, and no snapshot's memory is freed.
 
-        Lost workers are then no longer replaced, and no memory of a snapshot is freed. If this property is reset,
-        because the program continues after all, memory is freed again from the next call on. The setter is called in a
+        If the program continues after all, memory is freed again from the next call on. This method is called in a
         signal handler, so it only sets flags.
         """
-        return self._is_ending
-
-    @is_ending.setter
-    def is_ending(self, is_ending: bool) -> None:
-        self._is_ending = is_ending
-        self.snapshots.keeps_replaced = self.snapshots.keeps_replaced or is_ending
+        self.is_ending = is_ending
+        self.snapshots.keeps_replaced |= is_ending
 
     def is_cut_off(self) -> bool:
         """Return True if the program is about to end, and Ray was stopped."""
-        return self._is_ending and self.group is not None and self.group.is_cut_off
+        return self.is_ending and self.group is not None and self.group.is_cut_off
 
     @property
     def holds_only_state(self) -> bool:
@@ -255,20 +249,17 @@ class Lifecycle(ABC):
             ReservationTimeoutError: The resources were not granted in time.
         """
         group = self._starting = self.make_group(self.spec, num_workers)
-        group.num_spares, group.standby.replacements = num_spares, self.replacements
+        group.standby.replacements = self.replacements
         # Number of workers that must survive the start. None means all: without `keeps_processes`, the group cannot
         # change later.
         num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
         try:
             with OnFailure(group.kill):
                 self.check_active()  # if `stop` is called after this check, it finds the group in `_starting`
-                report = group.start(timeout_s, num_needed)
+                report = group.start(timeout_s, num_needed, num_spares)
                 if self.scaling.max_workers > self.spec.use_local:
                     self._session = session()
-                report = self.without_lost(report, group, captures=self.spec.captures_after_calls)
-                if not report.ok:
-                    group.kill()
-                else:
+                if report.ok:
                     with OnFailure(partial(self._end_group, group)):
                         failed = self.hooks.on_start(group)
                     if failed is not None:
@@ -300,43 +291,6 @@ class Lifecycle(ABC):
         """
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
         self.keep_facts(report.values)
-
-    def without_lost(
-        self,
-        report: GroupReport,
-        group: WorkerGroup,
-        on_wait: Callable[[], None] | None = None,
-        *,
-        captures: bool = False,
-    ) -> GroupReport:
-        """If workers were lost while replicas were built or restored, form a group without these workers.
-
-        The survivors' replicas are rebuilt, and standby workers that are ready replace the lost workers. If too few
-        workers survive, wait for standby workers as long as any standby worker is starting.
-
-        Args:
-            report: The report of the call in which the replicas were built or restored.
-            group: The worker group. If this method fails, the group is unusable.
-            on_wait: Called regularly during the wait. Default: a function that kills frozen workers, as during a start.
-            captures: True to copy the replicas' state after `setup`.
-
-        Returns:
-            A report with what each replica's `setup` returned. If too few workers are left or user code failed, the
-            report of the last failure.
-        """
-        while self.spec.keeps_processes and not report.ok and not group.is_ended and classify(report).kind != "user":
-            logger.warning("%s; continuing with the others", words(classify(report)))
-            survivors = group.settle(report)
-            lost = [rank for rank in range(len(group)) if rank not in survivors]
-            if not lost:
-                break
-            group.remove_workers(lost)
-            group.standby.replace(len(lost), len(group))
-            joining = group.standby.take_needed(self.scaling.min_workers - len(survivors), len(lost), on_wait)
-            if joining is None:
-                break
-            report = group.renew(survivors, joining, on_wait, captures=captures)
-        return report
 
     # ------------------------------------------------------------------------------------- room in the cluster
 
@@ -474,7 +428,7 @@ class Lifecycle(ABC):
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
             return
         if group.standby.num_ready and self.admits_others():
-            group.ask_beside(method_of(HostingReplica.hold))
+            group.ask_beside(method_of(RegroupingReplica.hold))
 
     def admits_others(self) -> bool:
         """Poll the replicas, even during a call. Return True if all replicas would let other workers join now."""

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from raysgd.core.cluster.call_lines import LineEnd
 from raysgd.core.cluster.keeper import CallNumber
-from raysgd.core.engine.shared.interface import Connection, Replica, ReplicaFactory
+from raysgd.core.engine.shared.interface import Connection, RegroupingReplica, Replica, ReplicaFactory
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
     Answered,
@@ -185,11 +185,10 @@ class WorkerProcess:
         if make_replica is not None:
             alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK)),), on_one_node=True)
             self._connection.join(alone, World(rank=0, size=1), even_alone=True)
-            replica: Any = make_replica(world)
-            self._replica = replica
-            replica.setup()
+            self._replica = make_replica(world)
+            self._replica.setup()
             return_freed_memory()
-            replica.warm_up()
+            self.replica.warm_up()
             self._world = World(rank=0, size=1)
         return _answer(self, info)
 
@@ -200,18 +199,15 @@ class WorkerProcess:
         Returns:
             The replica's progress, and the number of the endpoint as `open_endpoint` returns it.
         """
-        connection, replica = self._connection, self.replica
-        connection.leave_for_another()
-        progress: ReplicaProgress = cast(Any, replica).replica_progress()
-        return progress, connection.open_endpoint(host)
+        self._connection.leave_for_another()
+        return self.replica.replica_progress(), self._connection.open_endpoint(host)
 
     @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
         """Join a new group and continue the training there. Return the value that the replica's `regroup` returns."""
         self._world = world
         self._connection.join(rendezvous, world, even_alone=True)
-        replica: Any = self.replica
-        return replica.regroup(world, handover)
+        return self.replica.regroup(world, handover)
 
     @_guarded
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Answered:
@@ -350,10 +346,13 @@ class WorkerProcess:
             replica.shutdown()
 
     @property
-    def replica(self) -> Replica:
-        """The worker's replica. Use this property only after the replica has been built."""
+    def replica(self) -> RegroupingReplica:
+        """The worker's replica. Use this property only after the replica has been built.
+
+        If it cannot regroup, it is a plain `Replica`, which the engine never asks to.
+        """
         assert self._replica is not None, "the worker has no replica yet"
-        return self._replica
+        return cast(RegroupingReplica, self._replica)
 
     def _failure(self, error: BaseException) -> Failure:
         # If the worker is alone in its group, it has no connection to other ranks. Its error then comes from user code.

@@ -227,7 +227,7 @@ class FitRun:
         leaving.begin()
         try:
             with (
-                leaving.listening(partial(setattr, self._life.controller, "is_ending")),
+                leaving.listening(self._life.controller.expect_end),
                 self._owning_folders(),
                 self._reports.in_workers(),
             ):

@@ -766,11 +766,11 @@ class TestACallThatIsLeft:
 
         def leaves() -> bool:
             is_due = trainer.seen["step", 0] >= 12
-            trainer.controller.is_ending = is_due
+            trainer.controller.expect_end(is_due)
             return is_due
 
         trainer.controller.run_or_leave(replace(trainer.walking(60), leaves=leaves))
-        trainer.controller.is_ending = False
+        trainer.controller.expect_end(False)
         assert before() is not None
         trainer.walk(10)
         gc.collect()

@@ -26,7 +26,6 @@ from raysgd.core.engine import placement
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.placement import Reservation, Slots
 from raysgd.core.engine.shared.interface import FrontEndWords, GroupSpec
-from raysgd.core.engine.startup import StandbyWorkers
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
 from tests.helpers.fakes import CountingReplica, NullConnection, add
@@ -347,7 +346,7 @@ def test_inside_a_group_that_is_not_meant_for_what_is_started_there_an_own_one_i
 
 def start_with_slow_hook(found: Path) -> bool:
     """The hook is not over before all workers were found to have room."""
-    await_placement = StandbyWorkers._await_placement
+    await_placement = WorkerGroup._await_placement
 
     def then_tell(*args: Any) -> None:
         await_placement(*args)
@@ -357,7 +356,7 @@ def start_with_slow_hook(found: Path) -> bool:
         GroupSpec(NullConnection(), CountingReplica, initialization_hook=partial(wait_until, found.exists)), 1
     )
     try:
-        with mock.patch.object(StandbyWorkers, "_await_placement", then_tell):
+        with mock.patch.object(WorkerGroup, "_await_placement", then_tell):
             return group.start(60.0).ok
     finally:
         group.kill(10)

@@ -688,7 +688,7 @@ class Interpreter:
         return self._rebuilt(self._report, "restore the state")
 
     def _rebuilt(self, report: GroupReport, what: str) -> machine.Done | machine.NotDone:
-        report = self._lifecycle.without_lost(report, self._lifecycle.running, self._monitor.poll)
+        report = self._lifecycle.running.without_lost(report, self._scaling.min_workers, self._monitor.poll)
         if report.ok:
             self._lifecycle.take_answers(report)
             self._snapshots.drop_incoming()  # the replicas that sent it are gone

@@ -97,8 +97,8 @@ class Replica(Protocol):
 class RegroupingReplica(Replica, Protocol):
     """A replica that can survive the loss of other replicas: it keeps its process and continues in a new group.
 
-    `heartbeat`, `propose_hold`, `resolve_hold`, `last_hold` and `part_of_snapshot` are called from a second thread
-    while a call runs.
+    `heartbeat`, `propose_hold`, `resolve_hold`, `last_hold`, `part_of_snapshot`, `hold` and `leave_call` are called
+    from a second thread while a call runs.
     """
 
     def replica_progress(self) -> ReplicaProgress:
@@ -170,22 +170,15 @@ class RegroupingReplica(Replica, Protocol):
     def part_of_snapshot(self, number: int) -> Capture | None:
         """Return this rank's part of the mid-call snapshot with this number, or None if it is no longer stored."""
 
-
-class HostingReplica(Replica, Protocol):
-    """A replica in which a user's function keeps running between calls (`runs_on` of the group spec)."""
-
     def hold(self) -> None:
         """Interrupt the running call, so that workers can join a group in which a user's function keeps running.
 
-        The call only waits for messages from the user's function. The function itself is not interrupted.
+        The call only waits for messages from the user's function. The function itself is not interrupted. Called only
+        with `runs_on` of the group spec.
         """
 
-
-class SpareReplica(Replica, Protocol):
-    """A replica that can run a call on a spare worker, outside the group."""
-
     def leave_call(self, number: int) -> None:
-        """Stop the call that the spare worker runs outside the group. The call stops between two batches.
+        """Stop the call that this replica runs outside the group, on a spare worker. It stops between two batches.
 
         Args:
             number: Number of the loan for which the spare worker runs that call. Calls of earlier loans are stopped,

@@ -10,30 +10,24 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from raysgd.core.cluster.call_lines import Reference
-from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
-from raysgd.core.cluster.resources import explain
+from raysgd.core.cluster.ray_cluster import note_processes
 from raysgd.core.engine.gathering import LivenessCheck, await_all, quiet_s
 from raysgd.core.engine.handles import LocalWorker, RemoteWorker, pack
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import Platform
-from raysgd.core.engine.policies import classify, why_not_started, words
-from raysgd.core.engine.shared.interface import GroupSpec, SpareReplica, method_of
-from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, GroupReport, World
+from raysgd.core.engine.policies import why_not_started
+from raysgd.core.engine.shared.interface import GroupSpec, RegroupingReplica, method_of
+from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, World
 from raysgd.core.engine.worker import WorkerProcess
-from raysgd.core.sending import packed_bytes
 from raysgd.core.text.log_lines import LogRelay
-from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError
+from raysgd.exceptions import OnFailure, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
-
-Gather: TypeAlias = Callable[[Mapping[int, Reference], Callable[[], None]], GroupReport]
-"""Waits for the answers to calls. Takes the calls by rank, and a function to call regularly during the wait."""
 
 _POLL_S = 0.1
 _LOAN_ROUND_S = 0.5
@@ -171,7 +165,7 @@ class Loan:
         with self._lock:
             self.is_recalled = True
             if self.call is not None:
-                self._worker.submit(WorkerProcess.beside, method_of(SpareReplica.leave_call), self._number)
+                self._worker.submit(WorkerProcess.beside, method_of(RegroupingReplica.leave_call), self._number)
 
     @property
     def is_over(self) -> bool:
@@ -183,7 +177,7 @@ class Loan:
 
 
 class StandbyWorkers:
-    """Starts the workers of a group, and starts and supervises its standby workers.
+    """Starts and supervises the standby workers of a group.
 
     Errors in standby workers are logged, never raised.
 
@@ -206,99 +200,10 @@ class StandbyWorkers:
         self._polling = threading.Lock()
         self.replacements = Replacements()
 
-    # --------------------------------------------------------------------------------------- the workers of a new group
-
-    def create(
-        self, workers: list[LocalWorker | RemoteWorker], num_workers: int, num_spares: int, timeout_s: float
-    ) -> None:
-        """Reserve resources for the workers and spares of a new group, and start the worker processes.
-
-        Args:
-            workers: The list to which the workers are added.
-            num_workers: Number of workers.
-            num_spares: Number of spare workers for which resources are reserved as well.
-            timeout_s: How long to wait until the resources are granted.
-        """
-        spec, platform, slots = self._spec, self._platform, self._slots
-        local = platform.new_local_worker(spec.connection) if spec.use_local else None
-        if local is not None:
-            workers.append(local)
-        if num_workers == len(workers):
-            return
-        packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
-        platform.ensure_running()
-        # The driver gets a slot, too.
-        slots.reserve(num_workers + num_spares, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
-        if local is not None:
-            local.use_gpus(slots.take_slot().reservation.gpus_of_driver())
-        for _ in range(len(workers), num_workers):
-            workers.append(platform.new_worker(slots.take_slot(), spec.connection, spec.num_threads))
-        self._check_wanted()
-
-    def make_ready(
-        self, workers: list[LocalWorker | RemoteWorker], min_workers: int, timeout_s: float, gather: Gather
-    ) -> GroupReport:
-        """Run the user's initialization hook and import the framework in all workers of a new group.
-
-        Replace workers that die meanwhile.
-
-        Args:
-            workers: The workers. Changed to the workers that are ready.
-            min_workers: Number of workers that must be ready.
-            timeout_s: How long to wait until Ray has placed the workers.
-            gather: Waits for the answers to calls.
-
-        Returns:
-            A report with the `WorkerInfo` of each ready worker, or the report of the failure.
-        """
-        num_workers, hook = len(workers), self._spec.initialization_hook
-        # A worker answers this call even while it runs the user's hook.
-        placed = [worker.submit(WorkerProcess.describe) for worker in workers if not worker.is_local]
-        calls = {index: worker.submit(WorkerProcess.prepare, hook) for index, worker in enumerate(workers)}
-        if placed and not self._slots.are_own:
-            self._await_placement(placed, timeout_s)
-        check = partial(self.startup.poll, workers)
-        report = gather(calls, check)
-        while not report.ok:
-            dead = {outcome.rank for outcome in report.outcomes if outcome.failure is not None}
-            if classify(report).kind == "user":
-                return report
-            logger.warning("%s; continuing with the others", words(classify(report)))
-            for worker in [workers[index] for index in dead]:
-                assert isinstance(worker, RemoteWorker), "the driver itself cannot die"
-                self.kill(worker)
-            self.replace(len(dead), num_workers)
-            calls = {index: call for index, call in calls.items() if index not in dead}
-            if len(calls) + self.num_all < min_workers:
-                return report
-            failed, report = report, gather(calls, check)
-        joining = self.take_needed(min_workers - len(calls), num_workers - len(calls), check)
-        if joining is None:
-            self._check_wanted()
-            return failed
-        workers[:] = [*(workers[index] for index in calls), *joining]
-        return GroupReport((*report.outcomes, *(Answered(-1, each.info) for each in joining)))
-
-    def _await_placement(self, references: list[Any], timeout_s: float) -> None:
-        """Wait until Ray has started all worker actors.
-
-        The actors may have to wait for resources in an existing placement group.
-
-        Raises:
-            ReservationTimeoutError: Some actors were not started in time.
-        """
-        num_waiting = len(references) - len(self._platform.ready(references, timeout_s))
-        if num_waiting:
-            raise ReservationTimeoutError(
-                f"{num_waiting} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
-                + explain(self._spec.resources, len(references), cluster_view())
-            )
-
-    def _check_wanted(self) -> None:
+    def check_wanted(self) -> None:
+        """Raise an error if `cancel` was called."""
         if self._is_cancelled:
             raise TrainerShutdownError("The trainer was shut down while its workers were started.")
-
-    # ----------------------------------------------------------------------------------------------- standby workers
 
     @property
     def num_coming(self) -> int:

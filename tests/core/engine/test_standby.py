@@ -23,7 +23,7 @@ from raysgd.core.engine.shared.types import (
     Unanswered,
     WorkerInfo,
 )
-from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
+from raysgd.core.engine.standby import Loan, StandbyWorkers, StartupCheck
 from raysgd.core.engine.worker import WorkerProcess
 from tests.helpers.fakes import FakeClock, fault
 
