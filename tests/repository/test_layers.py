@@ -165,6 +165,7 @@ NO_FRAMEWORK = (
     "core/state/strict_reading core/text core/worker_errors core/writers storage trainer"
 )
 ENGINE_MODULES_WITH_RAY = {
+    "handles",
     "placement",
     "platform",
     "transfers",

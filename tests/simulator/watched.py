@@ -56,9 +56,9 @@ class WatchedGroup(WorkerGroup):
         """Those of its members, of workers that are ready to step in, and of those that are being made ready."""
         return [*self.processes, *self.standby.processes]
 
-    def start(self, *args: Any) -> GroupReport:
-        report = super().start(*args)
-        if self.is_ended:
+    def _make_ready(self, *args: Any) -> GroupReport:
+        report = super()._make_ready(*args)
+        if not report.ok:
             self._invariants.check_given_up(report, self.standby.replacements.num_left)
         return report
 
