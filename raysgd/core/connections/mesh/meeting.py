@@ -95,20 +95,6 @@ def listen_at(host: str) -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
-class ConnectionAttempt(NamedTuple):
-    """A connection to open from this rank to another rank.
-
-    Attributes:
-        rank: The rank to connect to.
-        lane: Index of the lane (set of connections) to which the connection belongs.
-        address: Address at which that rank listens.
-    """
-
-    rank: int
-    lane: int
-    address: Address
-
-
 class Endpoint:
     """The sockets at which a rank listens for connections from other ranks.
 
@@ -157,31 +143,10 @@ class Endpoint:
         Raises:
             ConnectFailed: Another rank is gone, was too late or cannot be reached, or the wait was interrupted.
         """
-        credentials = Credentials(rank, rendezvous.secret)
-        ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
-        calls = [ConnectionAttempt(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
-        handshakes = _Handshakes(credentials, self._listener, len(ends) - len(calls) + _MOST_STRANGERS)
-
-        def disconnect() -> None:
-            for peer in handshakes.peers:
-                peer.connection.close()
-
         try:
-            with OnFailure(disconnect):
-                for call in calls:
-                    handshakes.call(call)
-                while len(handshakes.peers) < len(ends):
-                    deadline.check()
-                    handshakes.poll()
-        except OSError as error:
-            if isinstance(error, ConnectFailed):
-                raise
-            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
+            return _Meeting(rendezvous, rank, lanes, self._listener).connect(deadline)
         finally:
-            handshakes.drop(handshakes.pending)
             self.close_sockets()
-        peers = handshakes.peers
-        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
 
 
 @dataclass
@@ -254,50 +219,77 @@ class _Pending(NamedTuple):
     Attributes:
         connection: The socket to the other side.
         handshake: The generator that performs the handshake.
-        call: The connection attempt, if this rank opened the connection. None if the other side did. Since any process
-            may connect, a handshake that the other side started may fail without an error.
+        call: The rank that this rank has called, and the lane. None if the other side has called. Since any process may
+            call, such a handshake may fail without an error.
     """
 
     connection: socket.socket
     handshake: Handshake
-    call: ConnectionAttempt | None
+    call: tuple[int, int] | None
 
 
-class _Handshakes:
-    """Performs a rank's handshakes concurrently, so that no handshake waits for another handshake.
+class _Meeting:
+    """Connects a rank to other ranks: see `Endpoint.connect`. No handshake waits for another handshake.
 
     Args:
-        credentials: This rank's number and the group's secret.
+        rendezvous: The ranks' addresses and the group's secret.
+        rank: This rank.
+        lanes: For each lane, the ranks to connect to.
         listener: The socket to which other ranks connect.
-        most_accepted: Maximum number of handshakes in progress that other processes have started. Beyond that number,
-            the oldest of these handshakes are dropped, starting with processes that have not sent a valid greeting.
-
-    Attributes:
-        peers: Ranks whose handshakes have succeeded.
-        pending: Handshakes in progress, by file descriptor.
     """
 
-    def __init__(self, credentials: Credentials, listener: socket.socket, most_accepted: int) -> None:
-        self.peers: list[Peer] = []
-        self.pending: dict[int, _Pending] = {}
-        self._credentials, self._listener, self._most_accepted = credentials, listener, most_accepted
+    def __init__(
+        self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], listener: socket.socket
+    ) -> None:
+        self._rendezvous, self._rank, self._listener = rendezvous, rank, listener
+        self._connections: list[Connections] = [{} for _ in lanes]
+        self._num_wanted = sum(map(len, lanes))
+        # The ranks that this rank calls, with the lane, unless the call has begun.
+        self._due = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks if other < rank]
+        # Beyond this number of handshakes that other processes have started, the oldest of them are dropped, starting
+        # with processes that have not sent a valid greeting.
+        self._most_accepted = self._num_wanted - len(self._due) + _MOST_STRANGERS
+        self._pending: dict[int, _Pending] = {}  # by file descriptor
+        self._greeted: set[int] = set()  # file descriptors of connections over which a valid greeting has arrived
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
-        self._postponed: list[ConnectionAttempt] = []
-        self._greeted: set[int] = set()  # file descriptors of connections over which a valid greeting has arrived
 
-    def call(self, call: ConnectionAttempt) -> None:
+    def connect(self, deadline: Deadline) -> list[Connections]:
+        """Connect to the ranks of all lanes. Return each lane's sockets."""
+        try:
+            with OnFailure(self._disconnect):
+                while sum(map(len, self._connections)) < self._num_wanted:
+                    due, self._due = self._due, []
+                    for rank, lane in due:
+                        self._call(rank, lane)
+                    deadline.check()
+                    self._listen()
+        except ConnectFailed:
+            raise
+        except OSError as error:
+            raise ConnectFailed(f"rank {self._rank} could not connect to the others: {error}") from error
+        finally:
+            self._drop(self._pending)
+        return self._connections
+
+    def _disconnect(self) -> None:
+        for lane in self._connections:
+            for connection in lane.values():
+                connection.close()
+
+    def _call(self, rank: int, lane: int) -> None:
         """Open a connection to another rank, and start the handshake with that rank."""
-        connection = _socket_for(call.address)
-        code = connection.connect_ex(_name_of(call.address))
-        if code not in (0, errno.EINPROGRESS):
-            connection.close()
-            if code != errno.EAGAIN:
-                raise OSError(code, os.strerror(code))
-            self._postponed.append(call)  # retry later: that rank's queue of incoming connections is full
+        address = self._rendezvous.addresses[rank]
+        connection = _socket_for(address)
+        code = connection.connect_ex(_name_of(address))
+        if code in (0, errno.EINPROGRESS):
+            handshake = initiate(connection, self._rendezvous.secret, self._rank, rank, lane)
+            self._start(connection, handshake, (rank, lane))
             return
-        self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), call)
-        self._advance(connection.fileno())
+        connection.close()
+        if code != errno.EAGAIN:
+            raise OSError(code, os.strerror(code))
+        self._due.append((rank, lane))  # retry later: that rank's queue of incoming connections is full
 
     def _accept(self) -> None:
         for _ in range(_MOST_ACCEPTED):
@@ -312,21 +304,15 @@ class _Handshakes:
                 continue
             connection.setblocking(False)
             note_greeting = partial(self._greeted.add, connection.fileno())
-            self._start(connection, self._credentials.respond(connection, note_greeting), None)
-            self._advance(connection.fileno())
+            self._start(connection, respond(connection, self._rendezvous.secret, self._rank, note_greeting), None)
 
-    def _start(self, connection: socket.socket, handshake: Handshake, call: ConnectionAttempt | None) -> None:
-        self.pending[connection.fileno()] = _Pending(connection, handshake, call)
+    def _start(self, connection: socket.socket, handshake: Handshake, call: tuple[int, int] | None) -> None:
+        self._pending[connection.fileno()] = _Pending(connection, handshake, call)
         self._poll.register(connection, select.POLLIN)
+        self._advance(connection.fileno())
 
-    def poll(self) -> None:
-        """Advance the handshakes and accept new connections. Wait up to `_POLL_S` seconds if there is nothing to do.
-
-        Before the wait, retry the connection attempts that were postponed.
-        """
-        postponed, self._postponed = self._postponed, []
-        for call in postponed:
-            self.call(call)
+    def _listen(self) -> None:
+        """Advance the handshakes and accept new connections. Wait up to `_POLL_S` seconds if there is nothing to do."""
         listening, is_called = self._listener.fileno(), False
         for number, _ in self._poll.poll(_POLL_S * 1000):
             if number == listening:
@@ -335,34 +321,34 @@ class _Handshakes:
                 self._advance(number)
         if is_called:
             self._accept()
-            accepted = [number for number, one in self.pending.items() if one.call is None]
+            accepted = [number for number, pending in self._pending.items() if pending.call is None]
             accepted.sort(key=self._greeted.__contains__)
-            self.drop(accepted[: max(0, len(accepted) - self._most_accepted)])
+            self._drop(accepted[: max(0, len(accepted) - self._most_accepted)])
 
     def _advance(self, number: int) -> None:
-        one = self.pending[number]
+        pending = self._pending[number]
         try:
-            self._poll.modify(number, next(one.handshake))
+            self._poll.modify(number, next(pending.handshake))
         except StopIteration as end:
-            self._forget(number)
-            self.peers.append(end.value)
+            rank, lane = end.value
+            self._connections[lane][rank] = self._forget(number)
         except OSError as error:
-            if one.call is not None:
+            if pending.call is not None:
                 if not isinstance(error, ConnectionResetError | BrokenPipeError):
                     raise
                 # Retry: that rank dropped the connection because it has too many handshakes, or has stopped listening.
-                self._postponed.append(one.call)
-            self.drop([number])
+                self._due.append(pending.call)
+            self._drop([number])
 
-    def drop(self, numbers: Iterable[int]) -> None:
+    def _drop(self, numbers: Iterable[int]) -> None:
         """Close the connections with these file descriptors and abandon their handshakes."""
         for number in list(numbers):
-            self._forget(number).connection.close()
+            self._forget(number).close()
 
-    def _forget(self, number: int) -> _Pending:
+    def _forget(self, number: int) -> socket.socket:
         self._poll.unregister(number)
         self._greeted.discard(number)
-        return self.pending.pop(number)
+        return self._pending.pop(number).connection
 
 
 def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:
@@ -425,77 +411,62 @@ class ConnectFailed(ConnectionError):
     """The group could not be formed, because another rank failed, was too late, or cannot be reached."""
 
 
-class Peer(NamedTuple):
-    """A connected rank that has proved that it belongs to the group.
+Handshake: TypeAlias = Generator[int, None, tuple[int, int]]
+"""A handshake in progress. Whenever it must wait for the other side, it yields the events to pass to `select.poll`.
 
-    Attributes:
-        connection: The non-blocking socket to the peer.
-        rank: The peer's rank.
+It returns the other side's rank, and the index of the lane to which the connection belongs.
+"""
+
+
+def proof_of(secret: bytes, role: bytes, initiator: int, responder: int, lane: int, nonces: bytes) -> bytes:
+    """Return the HMAC with which one side of a connection proves that it knows the group's secret.
+
+    The HMAC covers the nonces, the role, the ranks and the lane. A recorded proof is therefore invalid for any other
+    connection. The greeting is an exception, because it covers no nonce from the other side. It can be replayed, but
+    does not complete a handshake.
+
+    Args:
+        secret: The group's secret.
+        role: The step of the handshake to which the proof belongs.
+        initiator: The connecting rank.
+        responder: The accepting rank.
         lane: Index of the lane to which the connection belongs.
+        nonces: The nonces sent so far in this handshake.
     """
-
-    connection: socket.socket
-    rank: int
-    lane: int
+    return hmac.digest(secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")
 
 
-Handshake: TypeAlias = Generator[int, None, Peer]
-"""A handshake in progress. Whenever it must wait for the other side, it yields the events to pass to `select.poll`."""
+def initiate(connection: socket.socket, secret: bytes, rank: int, responder: int, lane: int) -> Handshake:
+    """Perform the connecting side's part of the handshake with rank `responder`.
+
+    The socket may still be connecting.
+    """
+    own = secrets.token_bytes(_NONCE_LENGTH)
+    greeting = proof_of(secret, b"greeting", rank, responder, lane, own)
+    yield from _sent(connection, _HELLO.pack(rank, lane, own, greeting))
+    answer = yield from _received(connection, _NONCE_LENGTH + _PROOF_LENGTH)
+    nonces, proof = own + answer[:_NONCE_LENGTH], answer[_NONCE_LENGTH:]
+    if not hmac.compare_digest(proof, proof_of(secret, b"responder", rank, responder, lane, nonces)):
+        raise ConnectFailed(f"the process that listens in place of rank {responder} does not belong to the group")
+    yield from _sent(connection, proof_of(secret, b"initiator", rank, responder, lane, nonces))
+    return responder, lane
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """This rank's number, and the group's secret. With the secret, the rank proves that it belongs to the group."""
+def respond(connection: socket.socket, secret: bytes, rank: int, note_greeting: Callable[[], None]) -> Handshake:
+    """Perform the accepting side's part of the handshake.
 
-    rank: int
-    secret: bytes
-
-    def proof(self, role: bytes, initiator: int, responder: int, lane: int, nonces: bytes) -> bytes:
-        """Return the HMAC with which one side of a connection proves that it knows the group's secret.
-
-        The HMAC covers the nonces, the role, the ranks and the lane. A recorded proof is therefore invalid for any
-        other connection. The greeting is an exception, because it covers no nonce from the other side. It can be
-        replayed, but does not complete a handshake.
-
-        Args:
-            role: The step of the handshake to which the proof belongs.
-            initiator: The connecting rank.
-            responder: The accepting rank.
-            lane: Index of the lane to which the connection belongs.
-            nonces: The nonces sent so far in this handshake.
-        """
-        return hmac.digest(self.secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")
-
-    def initiate(self, connection: socket.socket, responder: int, lane: int) -> Handshake:
-        """Perform the connecting side's part of the handshake with rank `responder`.
-
-        The socket may still be connecting.
-        """
-        own = secrets.token_bytes(_NONCE_LENGTH)
-        greeting = self.proof(b"greeting", self.rank, responder, lane, own)
-        yield from _sent(connection, _HELLO.pack(self.rank, lane, own, greeting))
-        answer = yield from _received(connection, _NONCE_LENGTH + _PROOF_LENGTH)
-        nonces, proof = own + answer[:_NONCE_LENGTH], answer[_NONCE_LENGTH:]
-        if not hmac.compare_digest(proof, self.proof(b"responder", self.rank, responder, lane, nonces)):
-            raise ConnectFailed(f"the process that listens in place of rank {responder} does not belong to the group")
-        yield from _sent(connection, self.proof(b"initiator", self.rank, responder, lane, nonces))
-        return Peer(connection, responder, lane)
-
-    def respond(self, connection: socket.socket, note_greeting: Callable[[], None]) -> Handshake:
-        """Perform the accepting side's part of the handshake.
-
-        Call `note_greeting` if the other side's greeting is valid.
-        """
-        initiator, lane, other, greeting = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
-        if hmac.compare_digest(greeting, self.proof(b"greeting", initiator, self.rank, lane, other)):
-            note_greeting()
-        own = secrets.token_bytes(_NONCE_LENGTH)
-        nonces = other + own
-        yield from _sent(connection, own + self.proof(b"responder", initiator, self.rank, lane, nonces))
-        proof = yield from _received(connection, _PROOF_LENGTH)
-        if not hmac.compare_digest(proof, self.proof(b"initiator", initiator, self.rank, lane, nonces)):
-            raise ConnectFailed("a process that connected does not belong to the group")
-        return Peer(connection, initiator, lane)
+    Call `note_greeting` if the other side's greeting is valid.
+    """
+    initiator, lane, other, greeting = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
+    if hmac.compare_digest(greeting, proof_of(secret, b"greeting", initiator, rank, lane, other)):
+        note_greeting()
+    own = secrets.token_bytes(_NONCE_LENGTH)
+    nonces = other + own
+    yield from _sent(connection, own + proof_of(secret, b"responder", initiator, rank, lane, nonces))
+    proof = yield from _received(connection, _PROOF_LENGTH)
+    if not hmac.compare_digest(proof, proof_of(secret, b"initiator", initiator, rank, lane, nonces)):
+        raise ConnectFailed("a process that connected does not belong to the group")
+    return initiator, lane
 
 
 def _sent(connection: socket.socket, message: bytes) -> Generator[int, None, None]:

@@ -22,12 +22,13 @@ from raysgd.core.connections.mesh import meeting
 from raysgd.core.connections.mesh.meeting import (
     Address,
     ConnectFailed,
-    Credentials,
     Deadline,
     Endpoint,
     Handshake,
-    Peer,
+    initiate,
     listen_at,
+    proof_of,
+    respond,
 )
 from raysgd.core.engine.shared.types import LOOPBACK, Rendezvous
 from tests.core.connections.ranks import connect_to
@@ -57,7 +58,7 @@ class Rank:
     """
 
     def __init__(self, stack: ExitStack, number: int, secret: bytes = SECRET, host: str = HERE) -> None:
-        self.credentials = Credentials(number, secret)
+        self.number, self.secret = number, secret
         self.listener = Endpoint(host)
         self._host, self._stack = host, stack
         stack.callback(self.listener.close_sockets)
@@ -68,15 +69,14 @@ class Rank:
 
     def lanes(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
         """Which ranks are connected, on which lane."""
-        rank = self.credentials.rank
-        lane = {host.credentials.rank: host.address for host in hosts}
-        lane |= dict.fromkeys(range(rank + 1, rank + 1 + num_peers), NOWHERE)
+        lane = {host.number: host.address for host in hosts}
+        lane |= dict.fromkeys(range(self.number + 1, self.number + 1 + num_peers), NOWHERE)
         return self.connect(lane, num_lanes, deadline)
 
     def connect(self, lane: dict[int, Address], num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
         addresses = tuple(lane.get(rank, NOWHERE) for rank in range(max(lane, default=0) + 1))
-        place = Rendezvous(addresses, True, self.credentials.secret)
-        found = self.listener.connect(place, self.credentials.rank, [lane] * num_lanes, deadline)
+        place = Rendezvous(addresses, True, self.secret)
+        found = self.listener.connect(place, self.number, [lane] * num_lanes, deadline)
         for one in found:
             for connection in one.values():
                 self._stack.enter_context(connection)
@@ -99,9 +99,7 @@ def test_every_rank_connects_to_every_other_on_every_lane(
     ranks = [Rank(stack, number, host=host) for number in range(size)]
     met = at_once(
         *(
-            lambda rank=rank: rank.lanes(
-                ranks[: rank.credentials.rank], size - 1 - rank.credentials.rank, num_lanes, Deadline(20)
-            )
+            lambda rank=rank: rank.lanes(ranks[: rank.number], size - 1 - rank.number, num_lanes, Deadline(20))
             for rank in ranks
         )
     )
@@ -146,7 +144,7 @@ def test_who_connects_while_too_many_wait_to_be_accepted_tries_again(
         return host.lanes([], len(peers), 1, Deadline(60))
 
     def connect(peer: Rank) -> list[tuple[int, int]]:
-        return peer.lanes([host], 0, 1, Deadline(60, lambda: have_called.add(peer.credentials.rank) is not None))
+        return peer.lanes([host], 0, 1, Deadline(60, lambda: have_called.add(peer.number) is not None))
 
     accepted, *connected = at_once(accept_when_all_have_called, *(partial(connect, peer) for peer in peers))
     assert accepted == [(number, 0) for number in range(1, 12)]
@@ -207,7 +205,7 @@ def test_strangers_do_not_crowd_out_a_rank(stack: ExitStack, monkeypatch: pytest
     monkeypatch.setattr(meeting, "_MOST_STRANGERS", 2)
     host = Rank(stack, 0, host=where)
     rank = stack.enter_context(connect_to(host.address))
-    handshake = Credentials(1, SECRET).initiate(rank, 0, 0)
+    handshake = initiate(rank, SECRET, 1, 0, 0)
     rank.setblocking(False)
     next(handshake)  # there is no answer yet
     with ThreadPoolExecutor(1) as pool:
@@ -340,22 +338,20 @@ def test_where_others_know_a_machine_by_an_address_that_it_does_not_have_it_list
 
 
 def test_a_proof_cannot_be_used_between_other_ranks_or_in_the_other_role() -> None:
-    credentials, nonces = Credentials(1, SECRET), secrets.token_bytes(32)
+    nonces = secrets.token_bytes(32)
     proofs = {
-        credentials.proof(role, initiator, responder, lane, nonces)
+        proof_of(SECRET, role, initiator, responder, lane, nonces)
         for role in (b"responder", b"initiator")
         for initiator, responder in ((1, 0), (0, 1), (1, 2))
         for lane in (0, 1)
     }
     assert len(proofs) == 12
-    assert credentials.proof(b"responder", 1, 0, 0, nonces) not in {
-        Credentials(1, SECRET).proof(b"responder", 1, 0, 0, bytes(32))
-    }
+    assert proof_of(SECRET, b"responder", 1, 0, 0, nonces) != proof_of(SECRET, b"responder", 1, 0, 0, bytes(32))
 
 
-def both(initiates: Handshake, responds: Handshake) -> list[Peer]:
+def both(initiates: Handshake, responds: Handshake) -> list[tuple[int, int]]:
     """Lets both sides take turns until both are done."""
-    done: list[Peer] = []
+    done: list[tuple[int, int]] = []
     sides = [initiates, responds]
     while sides:
         for side in list(sides):
@@ -373,10 +369,10 @@ def test_both_know_each_other_afterwards_or_neither(knows: bool) -> None:
         near, far = (stack.enter_context(end) for end in socket.socketpair())
         near.setblocking(False)
         far.setblocking(False)
-        other = Credentials(4, SECRET if knows else bytes(32))
-        sides = Credentials(2, SECRET).initiate(near, 4, lane=1), other.respond(far, lambda: None)
+        other = SECRET if knows else bytes(32)
+        sides = initiate(near, SECRET, 2, 4, lane=1), respond(far, other, 4, lambda: None)
         if not knows:
             with pytest.raises(ConnectFailed, match="in place of rank 4 does not belong to the group"):
                 both(*sides)
             return
-        assert both(*sides) == [Peer(near, 4, 1), Peer(far, 2, 1)]
+        assert both(*sides) == [(4, 1), (2, 1)]
