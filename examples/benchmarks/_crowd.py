@@ -19,9 +19,8 @@ from typing import Any
 from raysgd.core.cluster.resources import ClusterView, NodeView
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.handles import RemoteWorker
 from raysgd.core.engine.placement import Reservation, Slot
-from raysgd.core.engine.platform import Platform
+from raysgd.core.engine.platform import Platform, RemoteWorker
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.core.engine.shared.interface import Call, Capture, Connection, GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import Answered, Heartbeat, ReplicaProgress, StateHandover, World

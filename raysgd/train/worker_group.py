@@ -14,7 +14,7 @@ from raysgd.core.arguments import check_amount
 from raysgd.core.cluster.resources import Resources, num_fitting
 from raysgd.core.engine.gathering import Listener
 from raysgd.core.engine.group import WorkerGroup as EngineGroup
-from raysgd.core.engine.handles import RemoteWorker
+from raysgd.core.engine.platform import RemoteWorker
 from raysgd.core.engine.policies import classify
 from raysgd.core.engine.shared.interface import GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import GroupReport

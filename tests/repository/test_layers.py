@@ -76,7 +76,6 @@ INSIDE = {
         "policies ranks",
         "placement",
         "worker",
-        "handles",
         "transfers",
         "platform",
         "gathering",
@@ -165,7 +164,6 @@ NO_FRAMEWORK = (
     "core/state/strict_reading core/text core/worker_errors core/writers storage trainer"
 )
 ENGINE_MODULES_WITH_RAY = {
-    "handles",
     "placement",
     "platform",
     "transfers",

@@ -17,7 +17,7 @@ EXPLAINED = {
     "platform._cause_of: `missing` -> `not missing`": _RAY,
     "gathering.grace_s: `False` -> `True`": "a default that the listener always overrides",
     "gathering.Listener.listen_beside: `True` -> `False`": _SCHEDULE,
-    "handles.outcome_of: `0` -> `1`": "a fault of rank 0 gets the rank of its answer, which is 0",
+    "worker.outcome_of: `0` -> `1`": "a fault of rank 0 gets the rank of its answer, which is 0",
     "group.WorkerGroup.stop: `worker.kill()` -> `pass`": "all workers are ended right after it, this one too",
     "placement.guard: `0` -> `1`": _RAY,
     "placement.Reservation._await_removal: `_state_of(group) != 'REMOVED'` -> `_state_of(group) == 'REMOVED'`": _RAY,

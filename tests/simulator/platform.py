@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from raysgd.core.cluster.resources import ClusterView, NodeView, Resources
-from raysgd.core.engine.handles import LocalCall, LocalWorker, RemoteWorker
 from raysgd.core.engine.placement import Reservation, Slot
+from raysgd.core.engine.platform import LocalWorker, RemoteWorker
 from raysgd.core.engine.shared.interface import NO_WORDS, Connection, FrontEndWords
 from raysgd.core.engine.shared.types import Outcome, WorkerInfo
 from raysgd.core.engine.transfers import SharedValue, Transfer
-from raysgd.core.engine.worker import WorkerProcess
+from raysgd.core.engine.worker import LocalCall, WorkerProcess
 from raysgd.exceptions import ReservationTimeoutError
 from tests.simulator.kernel import DriverThread, Event, Future, Kernel
 from tests.simulator.processes import Call, Process

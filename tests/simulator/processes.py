@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from raysgd.core.cluster.keeper import CallNumber
-from raysgd.core.engine.handles import outcome_of
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
     Answered,
@@ -24,6 +23,7 @@ from raysgd.core.engine.shared.types import (
     WorkerInfo,
     World,
 )
+from raysgd.core.engine.worker import outcome_of
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.handles import RemoteWorker
+from raysgd.core.engine.platform import RemoteWorker
 from raysgd.core.engine.shared.types import GroupReport, Outcome
 from raysgd.core.engine.standby import StandbyWorkers
 from tests.simulator.processes import Process

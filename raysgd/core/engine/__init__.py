@@ -19,5 +19,5 @@ Start reading at `recovery.machine`, the table of what follows what in a call an
 `lifecycle` (starts and stops the group), `monitor` (watches the running call) and `snapshots`. `group` owns the
 workers, `standby` the standby workers (outside the group, ready to replace lost workers) and their calls beside
 training, and `placement` the reserved resources. `worker` is the code that runs in worker processes, and
-`handles` how the driver calls it.
+`platform` how the driver reaches it.
 """

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Generic, TypeVar
 
 from raysgd.core.cluster.call_lines import Reference
-from raysgd.core.engine.handles import LocalCall
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import Failed, FailureKind, Outcome, Unanswered
+from raysgd.core.engine.worker import LocalCall
 from raysgd.exceptions import OnFailure
 
 _LONGEST_GAP_S = 1.0

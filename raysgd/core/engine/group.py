@@ -18,9 +18,8 @@ from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
 from raysgd.core.cluster.resources import explain
 from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.gathering import Listener, await_all, quiet_s, roll_call
-from raysgd.core.engine.handles import LocalCall, LocalWorker, RemoteWorker, WorkerMethod, pack
 from raysgd.core.engine.placement import Slots
-from raysgd.core.engine.platform import Platform
+from raysgd.core.engine.platform import LocalWorker, Platform, RemoteWorker, WorkerMethod, pack
 from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import (
@@ -36,7 +35,7 @@ from raysgd.core.engine.shared.types import (
 )
 from raysgd.core.engine.standby import StandbyWorkers
 from raysgd.core.engine.transfers import SharedValue, StoredPart, Transfer, together
-from raysgd.core.engine.worker import WorkerProcess
+from raysgd.core.engine.worker import LocalCall, WorkerProcess
 from raysgd.core.sending import packed_bytes
 from raysgd.exceptions import OnFailure, ReservationTimeoutError
 

@@ -1,11 +1,12 @@
-"""The class `Platform`, through which the driver's part of the engine uses Ray. Tests replace it with a simulation.
+"""How the driver reaches workers through Ray: handles to workers, and `Platform` for all else that the engine asks.
 
-ADR 131 explains why all uses of Ray go through one class.
+Tests replace `Platform` with a simulation. ADR 131 explains why all uses of Ray go through one class.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 import signal
@@ -13,26 +14,208 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import cache, partial
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from raysgd.core.cluster import call_lines, ray_cluster
-from raysgd.core.cluster.call_lines import Line, Reference
-from raysgd.core.cluster.ray_cluster import RayThread
+from raysgd.core.cluster.call_lines import ARE_POSSIBLE, LARGEST, Line, Reference
+from raysgd.core.cluster.keeper import CallNumber, keeper
+from raysgd.core.cluster.ray_cluster import RayThread, session
 from raysgd.core.engine import transfers
-from raysgd.core.engine.handles import LocalWorker, RemoteWorker, outcome_of
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.shared.interface import Connection
-from raysgd.core.engine.shared.types import Failed, Failure, Outcome, Unanswered, WorkerInfo
-from raysgd.core.engine.worker import node_here
+from raysgd.core.engine.shared.types import UNKNOWN, Failed, Failure, Outcome, Unanswered, WorkerInfo
+from raysgd.core.engine.worker import LocalCall, RaySGDWorker, WorkerProcess, node_here, outcome_of
 from raysgd.core.private_names import find_name
-from raysgd.core.sending import cannot_import
+from raysgd.core.sending import cannot_import, packed_bytes
+from raysgd.core.text import log_lines
 from raysgd.exceptions import WorkerFault
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 _TOGETHER_S = 0.01  # how long to wait for all calls before waiting for any call: one query for many answers is faster
 # With more than 200 calls, the wait is longer: this many seconds per call. With one query for each answer, the total
 # time of the queries would be quadratic in the number of calls.
 _TOGETHER_S_EACH = 0.00005
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
+
+WorkerMethod: TypeAlias = Callable[Concatenate[WorkerProcess, P], Any]
+"""A method of `WorkerProcess`, as the driver names it to a `LocalWorker` or a `RemoteWorker`."""
+
+# Ray's concurrency groups, each with one thread, by method. Other methods run in the thread that runs calls. Methods in
+# "beside" and "signs" must be fast: the driver polls workers through these two threads, and kills a worker that does
+# not respond.
+_GROUPS = {
+    "beside": "beside",
+    "stack": "beside",
+    "describe": "signs",
+    "interrupt": "signs",
+    "last_call": "signs",
+    "send": "sending",
+    "relay": "sending",
+}
+_NUM_RETURNS = {"relay": 2}
+
+
+def pack(
+    function: Callable[..., Any],
+    capture: bool,
+    landed: int | None,
+    args: Sequence[Any],
+    number: CallNumber | None = None,
+) -> tuple[Any, ...]:
+    """Pickle a call to a function on the replica.
+
+    Return the arguments to pass to `WorkerProcess.on_packed` on a worker.
+
+    The returned arguments can be sent to any number of workers. Ray object references in `args` are returned as
+    separate arguments, so that Ray replaces them with the objects.
+
+    Args:
+        function: Called as `function(replica, *args)`.
+        capture: True to copy the training state after the call.
+        landed: Token of the newest snapshot that has arrived in the driver. None if no snapshot has arrived.
+        args: The function's arguments.
+        number: Number of the call, if the trainer is detached.
+    """
+    from ray import ObjectRef
+
+    places = [place for place, arg in enumerate(args) if isinstance(arg, ObjectRef)]
+    plain = [None if place in places else arg for place, arg in enumerate(args)]
+    packed = packed_bytes("What the call is given", (function, capture, landed, plain, places, number))
+    return packed, *(args[place] for place in places)
+
+
+class LocalWorker:
+    """The driver's handle to the worker in the driver process (`use_local=True`).
+
+    A call runs only when the driver gathers the results. It then runs in the driver's thread, so that a debugger can
+    stop in it.
+    """
+
+    is_local = True
+    info = UNKNOWN
+
+    def __init__(self, connection: Connection) -> None:
+        # In the driver, the user decides how many threads libraries use, so no limit is set.
+        self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
+        self._connection = connection
+
+    def submit(self, method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> LocalCall:
+        """Return a `LocalCall` of the worker's method. `LocalCall.run` then runs the method."""
+        return LocalCall(partial(method, self._process, *args, **kwargs))
+
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
+        """Make this worker use only the GPUs that are reserved for it. See `Connection.use_gpus`."""
+        self._connection.use_gpus(gpu_ids)
+
+    def interrupt(self) -> None:
+        """Interrupt the collectives in which this rank waits for other ranks. May be called from another thread."""
+        self._process.interrupt()
+
+    @property
+    def replica(self) -> Any:
+        """The worker's replica."""
+        return self._process.replica
+
+    def kill(self) -> None:
+        """Close the worker's replica. The process stays alive, because it is the driver.
+
+        Errors are only logged, because the other workers must be stopped, too.
+        """
+        try:
+            self._process.close()
+        except Exception as error:  # user code may raise anything
+            logger.warning("the worker in the driver failed to close: %r", error)
+
+
+class RemoteWorker:
+    """The driver's handle to a worker that is a Ray actor.
+
+    Attributes:
+        info: Node and process of the worker. `UNKNOWN` until the worker's process is known.
+    """
+
+    is_local = False
+    info = UNKNOWN
+
+    def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
+        self.slot = slot
+        options, kept_by = slot.reservation.actor_options(slot.index), keeper()
+        if kept_by is not None:
+            options |= kept_by.actor_options()
+        self.name = options.get("name", "")
+        self._line: Line | None = None
+        self._can_attend = ARE_POSSIBLE
+        self._session = session()
+        self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
+
+    def submit(self, method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Start a call of one of the worker's methods. Return Ray's reference to the result.
+
+        If the method runs in the same thread as `attend`, first close the Unix socket, so that `attend` ends.
+        """
+        name = method.__name__
+        if name not in _GROUPS:
+            self._hang_up()
+            return getattr(self.actor, name).remote(*args, **kwargs)
+        options = {"concurrency_group": _GROUPS[name], "num_returns": _NUM_RETURNS.get(name, 1)}
+        return getattr(self.actor, name).options(**options).remote(*args, **kwargs)
+
+    def ask(self, packed: bytes, *values: Any) -> Any:
+        """Send the worker a call that `pack` has pickled. Use a Unix socket if possible, otherwise Ray.
+
+        Return a `Line` or Ray's reference to the result.
+        """
+        line = self._line
+        self._can_attend = self._can_attend and (line is None or line.has_answer or line.was_joined)
+        if values or len(packed) > LARGEST or not self._can_attend:
+            return self.submit(WorkerProcess.on_packed, packed, *values)
+        if line is not None and line.has_answer and line.send(packed):
+            return line
+        self._hang_up()
+        try:
+            self._line = Line(lambda name: self.actor.attend.remote(name, packed))
+        except OSError:  # raised, for example, in a sandbox or if too many files are open
+            self._can_attend = False
+            return self.submit(WorkerProcess.on_packed, packed)
+        return self._line
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.hang_up()
+            self._line = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes to pickle.
+
+        The Unix socket to the worker is left out, because it works only in this process.
+        """
+        return {**vars(self), "_line": None}
+
+    def kill(self) -> None:
+        import ray
+
+        # If the call is not answered, another thread may still be waiting for the answer.
+        if self._line is not None and self._line.is_answered:
+            self._hang_up()
+        if session() == self._session:
+            ray.kill(self.actor, no_restart=True)
+
+
+@cache
+def _actor_class() -> Any:
+    """Return the Ray actor class of workers.
+
+    The class is created on first use, so that Ray is imported as late as possible.
+    """
+    import ray
+
+    threads = dict.fromkeys(_GROUPS.values(), 1)
+    options: dict[str, Any] = {"concurrency_groups": threads, "max_restarts": 0, "max_task_retries": 0}
+    return ray.remote(**options)(RaySGDWorker)
 
 
 class Platform:

@@ -17,9 +17,8 @@ from typing import Any
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.ray_cluster import note_processes
 from raysgd.core.engine.gathering import LivenessCheck, await_all, quiet_s
-from raysgd.core.engine.handles import LocalWorker, RemoteWorker, pack
 from raysgd.core.engine.placement import Slots
-from raysgd.core.engine.platform import Platform
+from raysgd.core.engine.platform import LocalWorker, Platform, RemoteWorker, pack
 from raysgd.core.engine.policies import why_not_started
 from raysgd.core.engine.shared.interface import GroupSpec, RegroupingReplica, method_of
 from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, World

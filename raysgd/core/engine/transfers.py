@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.core.cluster.ray_cluster import delaying_shutdown, in_session, is_ray_thread, session
-from raysgd.core.engine.handles import LocalCall
-from raysgd.core.engine.worker import node_here
+from raysgd.core.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
 # Seconds to wait for the workers' reports about their steps. While a call runs, a later request brings missing reports.

@@ -1,4 +1,4 @@
-"""The code that runs in a worker's process. The driver calls it through the handles of `handles`."""
+"""The code that runs in a worker's process. The driver calls it through the handles of `platform`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -23,9 +23,11 @@ from raysgd.core.engine.shared.interface import Connection, RegroupingReplica, R
 from raysgd.core.engine.shared.types import (
     LOOPBACK,
     Answered,
+    Failed,
     Failure,
     FailureKind,
     HeldAtStep,
+    Outcome,
     Rendezvous,
     ReplicaProgress,
     StateHandover,
@@ -445,3 +447,25 @@ def _gpu_ids() -> tuple[str, ...]:
     if ray is None or not ray.is_initialized():
         return ()
     return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
+
+
+def outcome_of(rank: int, reply: Any) -> Answered | Failed:
+    """Return the outcome of a call to a worker, which has returned `reply`.
+
+    A worker may not know its rank yet. If it failed before, add the rank to the failure.
+    """
+    if isinstance(reply, Failure):
+        fault = reply.fault if reply.fault.rank >= 0 else replace(reply.fault, rank=rank)
+        return Failed(rank, replace(reply, fault=fault))
+    return replace(reply, rank=rank) if isinstance(reply, Answered) else Answered(rank, reply)
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """A call to the worker in the driver process. It runs only when the driver gathers the ranks' answers."""
+
+    function: Callable[[], Any]
+
+    def run(self, rank: int) -> Outcome:
+        """Run the call. If it raises an exception, the returned failure contains the live traceback, for debuggers."""
+        return outcome_of(rank, self.function())

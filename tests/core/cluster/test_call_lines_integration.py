@@ -14,9 +14,9 @@ from ray.cloudpickle import dumps
 
 from raysgd.core.cluster.call_lines import LARGEST, Line
 from raysgd.core.cluster.resources import Resources
-from raysgd.core.engine import handles
+from raysgd.core.engine import platform
 from raysgd.core.engine.group import WorkerGroup
-from raysgd.core.engine.handles import RemoteWorker
+from raysgd.core.engine.platform import RemoteWorker
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport
 from raysgd.core.engine.worker import WorkerProcess
@@ -125,7 +125,7 @@ def test_a_worker_that_finds_no_line_is_asked_through_ray_from_then_on(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert values(ask(group, value_of, 1, by_line=False)) == [1, 1]
-    monkeypatch.setattr(handles, "Line", lambda attend: Line(lambda name: attend("raysgd-elsewhere")))
+    monkeypatch.setattr(platform, "Line", lambda attend: Line(lambda name: attend("raysgd-elsewhere")))
     for number in range(3):
         assert values(ask(group, value_of, number)) == [number, number]
     assert lines(group) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.core.cluster.keeper import CallNumber, Keeper
-from raysgd.core.engine.handles import pack
+from raysgd.core.engine.platform import pack
 from raysgd.core.engine.shared.interface import Call
 from raysgd.core.engine.shared.types import Answered
 from raysgd.core.engine.worker import WorkerProcess

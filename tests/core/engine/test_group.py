@@ -11,9 +11,8 @@ import pytest
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine.gathering import roll_call
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
-from raysgd.core.engine.handles import LocalWorker
 from raysgd.core.engine.placement import Reservation
-from raysgd.core.engine.platform import Platform
+from raysgd.core.engine.platform import LocalWorker, Platform
 from raysgd.core.engine.shared.interface import GroupSpec, NoConnection
 from raysgd.core.engine.shared.types import (
     Answered,

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from raysgd.core.engine import transfers
-from raysgd.core.engine.handles import LocalCall
 from raysgd.core.engine.transfers import (
     DividedValue,
     LostPartError,
@@ -17,7 +16,7 @@ from raysgd.core.engine.transfers import (
     together,
     transfer,
 )
-from raysgd.core.engine.worker import node_here
+from raysgd.core.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber
 from raysgd.core.engine import ranks as rank_rules
-from raysgd.core.engine.handles import RemoteWorker
 from raysgd.core.engine.lifecycle import SETTLE_S, START_ATTEMPTS, Lifecycle
 from raysgd.core.engine.monitor import Monitor
+from raysgd.core.engine.platform import RemoteWorker
 from raysgd.core.engine.policies import (
     Diagnosis,
     RetryBudget,
