@@ -18,7 +18,6 @@ import ray
 
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine import group as engine_group
-from raysgd.core.engine import ranks
 from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.interface import Capture, GroupSpec
 from raysgd.core.engine.shared.types import GroupReport, World
@@ -194,7 +193,7 @@ def test_workers_listen_as_the_ranks_that_they_turn_out_to_be(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is which rank is known only when all of them are there."""
-    monkeypatch.setattr(ranks, "in_order", lambda infos, first_stays: [1, 0])
+    monkeypatch.setattr(engine_group, "rank_order", lambda infos, first_stays: [1, 0])
     group = WorkerGroup(spec(), 2)
     try:
         assert group.start().ok

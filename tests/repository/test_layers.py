@@ -73,7 +73,7 @@ INSIDE = {
     ),
     "core.engine": (
         "shared",
-        "policies ranks",
+        "policies",
         "placement",
         "worker",
         "transfers",

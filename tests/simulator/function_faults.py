@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from raysgd.core.engine import ranks
+from raysgd.core.engine import policies
 from raysgd.torch.parallel.undo import Undo
 from raysgd.train._function_run import MessageQueues
 from raysgd.train._torch.global_steps import GlobalSteps
@@ -92,7 +92,7 @@ FAULTS = (
     Mutation("who steps in begins its pass from the start", RepeatingLoader, "take_over", _takes_over_no_position),
     Mutation("who steps in has another order of samples", RepeatingLoader, "take_over", _takes_over_no_epoch),
     Mutation("who steps in keeps its own weights", GlobalSteps, "_take_over", _takes_over_no_parts),
-    Mutation("survivors move up where others step in", ranks, "places", _moves_up),
+    Mutation("survivors move up where others step in", policies, "next_ranks", _moves_up),
     Mutation("it is not said from where on those report who step in", Mailbox, "post", nothing),
     Mutation("reports are awaited of those that have not met the others", MessageQueues, "follow", _waits_for_all),
 )

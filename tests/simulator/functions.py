@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.core.engine import ranks as rank_rules
+from raysgd.core.engine import policies
 from raysgd.core.engine.policies import RetryBudget, choose_source, takers
 from raysgd.core.engine.shared.types import HeldAtStep, StateHandover, World
 from raysgd.train._function_run import FunctionRun
@@ -452,8 +452,9 @@ class Simulation:
                 self.standby.ready.pop() for _ in range(self.most - len(staying)) if admits and self.standby.ready
             ]
             before = [self.members.index(rank) for rank in staying]
-            places = rank_rules.places(before, len(staying) + len(joining))
-            self.members = rank_rules.in_places([*staying, *joining], places)
+            places = policies.next_ranks(before, len(staying) + len(joining))
+            members = [*staying, *joining]
+            self.members = [members[index] for index in sorted(range(len(members)), key=places.__getitem__)]
             self._check_places(before, staying)
             behind = [places[index] for index in takers(progress, source)] + places[len(staying) :]
             handover = StateHandover(places[source], tuple(behind))

@@ -234,9 +234,9 @@ def _first_answer_for_all(real: Any) -> Any:
 
 
 def _takes_no_newcomers(real: Any) -> Any:
-    def regroup(self: WorkerGroup, survivors: Any, joining: Any, handover: Any, on_wait: Any = None) -> GroupReport:
+    def regroup(self: WorkerGroup, survivors: Any, joining: Any, handover: Any, *args: Any) -> GroupReport:
         old = tuple(rank for rank in handover.takers if rank < len(survivors))
-        return real(self, survivors, joining, replace(handover, takers=old), on_wait)
+        return real(self, survivors, joining, replace(handover, takers=old), *args)
 
     return regroup
 

@@ -11,7 +11,7 @@ The rest of the library supplies three parts: a `Replica` holds the framework's 
 connects workers with each other, and a front end (such as `TorchTrainer`) makes the calls and supplies the wording of
 errors.
 
-No module of the engine imports a training framework. The modules that only make decisions (`policies`, `ranks`,
+No module of the engine imports a training framework. The modules that only make decisions (`policies`,
 `recovery.machine`) do not import Ray either.
 
 Start reading at `recovery.machine`, the table of what follows what in a call and after a failure, and at

@@ -145,7 +145,7 @@ class Listener:
         while self._is_in_on_wait:
             self._platform.sleep(_LOOK_S)
 
-    def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
+    def listen(self, on_wait: Callable[[], object] | None = None) -> dict[int, Outcome]:
         """Wait until all ranks have answered or the cause of a failure is clear. Return the outcomes by rank.
 
         Args:
@@ -181,7 +181,7 @@ class Listener:
     def listen_beside(
         self,
         local: Mapping[int, LocalCall],
-        on_wait: Callable[[], None] | None,
+        on_wait: Callable[[], object] | None,
         interrupt: Callable[[], None],
         kill: Callable[[], None],
         settle_timeout_s: float,

@@ -16,11 +16,19 @@ from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
 from raysgd.core.cluster.resources import explain
-from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.gathering import Listener, await_all, quiet_s, roll_call
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import LocalWorker, Platform, RemoteWorker, WorkerMethod, pack
-from raysgd.core.engine.policies import Diagnosis, LostNodes, classify, emptied_nodes, words
+from raysgd.core.engine.policies import (
+    Diagnosis,
+    LostNodes,
+    assign_ranks,
+    classify,
+    emptied_nodes,
+    rank_order,
+    shard_keepers,
+    words,
+)
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import (
     Answered,
@@ -63,6 +71,8 @@ class WorkerGroup:
             report their death.
         stuck: Ranks that answered the poll in the last `settle` but did not finish the failed call in time. They may
             have finished that call since.
+        on_wait: Called regularly while the driver waits for the workers. At first, it kills workers that freeze while
+            they start.
     """
 
     def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
@@ -78,6 +88,7 @@ class WorkerGroup:
         self.silent: set[int] = set()
         self.stuck: set[int] = set()
         self.num_workers = num_workers
+        self.on_wait: Callable[[], object] = lambda: self.standby.startup.poll(self.workers)
         self._unanswered: dict[int, Reference] = {}  # by rank: calls for which the last `_gather` got no answer
         self._listening: dict[LocalWorker | RemoteWorker, tuple[str, int]] = {}
         self._has_listened = False
@@ -145,7 +156,7 @@ class WorkerGroup:
                 # Ranks are assigned now, because they depend on the workers' nodes.
                 for worker, info in zip(self.workers, report.values, strict=True):
                     worker.info = info
-                order = rank_rules.in_order(report.values, first_stays=spec.use_local)
+                order = rank_order(report.values, first_stays=spec.use_local)
                 self.give_ranks([self.workers[index] for index in order])
                 captures = spec.captures_after_calls
                 report = self.without_lost(self._build(captures=captures), min_workers, captures=captures)
@@ -183,8 +194,7 @@ class WorkerGroup:
         calls = self._submit(range(num_workers), WorkerProcess.prepare, self._spec.initialization_hook)
         if placed and not self.slots.are_own:
             self._await_placement(placed, timeout_s)
-        check = partial(standby.startup.poll, self.workers)
-        report = self._gather(calls, check)
+        report = self._gather(calls)
         while not report.ok:
             dead = {outcome.rank for outcome in report.outcomes if outcome.failure is not None}
             if classify(report).kind == "user":
@@ -196,8 +206,8 @@ class WorkerGroup:
             calls = {index: call for index, call in calls.items() if index not in dead}
             if len(calls) + standby.num_all < min_workers:
                 return report
-            failed, report = report, self._gather(calls, check)
-        joining = standby.take_needed(min_workers - len(calls), num_workers - len(calls), check)
+            failed, report = report, self._gather(calls)
+        joining = standby.take_needed(min_workers - len(calls), num_workers - len(calls), self.on_wait)
         if joining is None:
             standby.check_wanted()
             return failed
@@ -219,14 +229,7 @@ class WorkerGroup:
                 + explain(self._spec.resources, len(references), cluster_view())
             )
 
-    def without_lost(
-        self,
-        report: GroupReport,
-        min_workers: int,
-        on_wait: Callable[[], None] | None = None,
-        *,
-        captures: bool = False,
-    ) -> GroupReport:
+    def without_lost(self, report: GroupReport, min_workers: int, *, captures: bool = False) -> GroupReport:
         """If workers were lost while replicas were built or restored, form a group without these workers.
 
         The survivors' replicas are rebuilt, and standby workers that are ready replace the lost workers. If too few
@@ -235,7 +238,6 @@ class WorkerGroup:
         Args:
             report: The report of the call in which the replicas were built or restored.
             min_workers: Number of workers that must be left.
-            on_wait: Called regularly during the wait. Default: a function that kills frozen workers, as during a start.
             captures: True to copy the replicas' state after `setup`.
 
         Returns:
@@ -251,27 +253,23 @@ class WorkerGroup:
                 break
             self.remove_workers(lost)
             standby.replace(len(lost), len(self))
-            joining = standby.take_needed(min_workers - len(survivors), len(lost), on_wait)
+            joining = standby.take_needed(min_workers - len(survivors), len(lost), self.on_wait)
             if joining is None:
                 break
-            report = self.renew(survivors, joining, on_wait, captures=captures)
+            report = self.renew(survivors, joining, captures=captures)
         return report
 
-    def _build(self, on_wait: Callable[[], None] | None = None, *, captures: bool) -> GroupReport:
-        """Connect the ranks, and make each rank build its replica. By default, kill frozen workers meanwhile."""
-        args, on_wait = (self._spec.make_replica, captures), on_wait or partial(self.standby.startup.poll, self.workers)
-        return self._connect(WorkerProcess.build, [args] * len(self.workers), on_wait)
+    def _build(self, *, captures: bool) -> GroupReport:
+        """Connect the ranks, and make each rank build its replica."""
+        return self._connect(WorkerProcess.build, [(self._spec.make_replica, captures)] * len(self.workers))
 
-    def _connect(
-        self, method: Any, args: Sequence[tuple[Any, ...]], on_wait: Callable[[], None] | None = None
-    ) -> GroupReport:
+    def _connect(self, method: Any, args: Sequence[tuple[Any, ...]]) -> GroupReport:
         """Make every rank listen on a port, then connect the ranks to each other.
 
         Args:
             method: The worker's method that connects. Takes the worker's `World`, the addresses of all ranks, and
                 further arguments.
             args: The further arguments of each rank.
-            on_wait: Called regularly during the wait.
 
         Returns:
             The answers of `method`. If a rank could not listen, the report contains that rank's failure, and the other
@@ -287,7 +285,7 @@ class WorkerGroup:
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
         self._has_listened |= bool(opening)
         calls = {rank: self.workers[rank].submit(WorkerProcess.open_endpoint, host) for rank, host in opening.items()}
-        opened = self._gather(calls, on_wait)
+        opened = self._gather(calls)
         if not opened.ok:  # a rank cannot listen, so do not let any rank join
             failed = {outcome.rank: outcome for outcome in opened.outcomes if outcome.failure is not None}
             return GroupReport(tuple(failed.get(rank, Unanswered(rank)) for rank in range(len(hosts))))
@@ -295,13 +293,13 @@ class WorkerGroup:
         rendezvous = Rendezvous(tuple(addresses[rank] for rank in range(len(hosts))), self.is_on_one_node)
         joining = zip(self.workers, self.worlds, args, strict=True)
         calls = {world.rank: worker.submit(method, world, rendezvous, *rest) for worker, world, rest in joining}
-        return self._gather(calls, on_wait)
+        return self._gather(calls)
 
     def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker]) -> None:
         """Set the group's workers. A worker's rank is its index in `workers`."""
         self.workers, self.infos = list(workers), [worker.info for worker in workers]
         note_processes(self.infos)
-        self.worlds = rank_rules.assign(self.infos)
+        self.worlds = assign_ranks(self.infos)
         self.num_workers, self.gone = len(self.workers), set()
 
     def ranks_of(self, workers: Collection[Any]) -> list[int]:
@@ -340,7 +338,7 @@ class WorkerGroup:
                 snapshot and older copies.
             number: Number of the call. A worker that receives the same number again repeats its reply without running
                 the call.
-            on_wait: Called regularly during the wait.
+            on_wait: Called regularly during the wait, instead of the group's `on_wait`.
             by_line: True to send the call over a Unix socket if possible, which is faster than a Ray call. See
                 `call_lines`.
         """
@@ -390,9 +388,9 @@ class WorkerGroup:
         self._unanswered = remote  # stays set if Ctrl-C ends the wait
         if local:
             ends = self.interrupt, self._kill_remote, self._spec.settle_timeout_s
-            outcomes = listener.listen_beside(local, on_wait, *ends)
+            outcomes = listener.listen_beside(local, on_wait or self.on_wait, *ends)
         else:
-            outcomes = listener.listen(on_wait)
+            outcomes = listener.listen(on_wait or self.on_wait)
         self._unanswered = {rank: remote[rank] for rank, outcome in outcomes.items() if not outcome.answered}
         self._spec.relay.tell({str(rank): outcome.notes for rank, outcome in sorted(outcomes.items())})
         return GroupReport(tuple(outcomes[rank] for rank in sorted(calls)))
@@ -430,7 +428,7 @@ class WorkerGroup:
             A `Transfer`, which receives a `DividedValue` of all shards.
         """
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
-        keepers = rank_rules.keepers(self.infos, self._platform.home)
+        keepers = shard_keepers(self.infos, self._platform.home)
         relays = {}
         for rank, keeper in keepers.items():
             arrival, copy = self.submit(keeper, WorkerProcess.relay, [parts[rank].reference])
@@ -601,7 +599,7 @@ class WorkerGroup:
         patience_s = quiet_s(heartbeat_s) if self.is_cut_off else heartbeat_s
         return roll_call(self._platform, references, num_others, patience_s)
 
-    def tear_down(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
+    def tear_down(self, survivors: Sequence[int]) -> GroupReport:
         """Make the survivors leave their group. Return a report with each survivor's progress.
 
         The survivors also start to listen for the ranks of the next group, which saves a round trip later. The ports
@@ -609,11 +607,10 @@ class WorkerGroup:
 
         Args:
             survivors: The ranks that leave.
-            on_wait: Called regularly during the wait.
         """
         hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
         calls = {rank: self.workers[rank].submit(WorkerProcess.leave_group, host) for rank, host in hosts.items()}
-        report = self._gather(calls, on_wait)
+        report = self._gather(calls)
         ports = {each.rank: each.value[1] for each in report.outcomes if isinstance(each, Answered)}
         self._listening = {self.workers[rank]: (hosts[rank], port) for rank, port in ports.items()}
         return GroupReport(
@@ -635,7 +632,6 @@ class WorkerGroup:
         survivors: Sequence[int],
         joining: Sequence[RemoteWorker],
         handover: StateHandover,
-        on_wait: Callable[[], None] | None = None,
         places: Sequence[int] = (),
     ) -> GroupReport:
         """Form a new group of survivors and joining workers.
@@ -644,7 +640,6 @@ class WorkerGroup:
             survivors: Ranks in the old group. They have already left that group.
             joining: Workers taken from `standby`.
             handover: Which new rank sends the training state, and which new ranks receive it.
-            on_wait: Called regularly during the wait.
             places: Each worker's new rank, first for the survivors, then for the joining workers. Default: 0, 1, 2 and
                 so on.
 
@@ -653,26 +648,21 @@ class WorkerGroup:
             group cannot run calls until it is formed again.
         """
         workers = [*(self.workers[rank] for rank in survivors), *joining]
-        self.give_ranks(rank_rules.in_places(workers, places))
+        order = sorted(range(len(workers)), key=places.__getitem__) if places else range(len(workers))
+        self.give_ranks([workers[index] for index in order])
         handover = handover.by_node(self.worlds)
         to_new, new = replace(handover, make_replica=self._spec.make_replica), set(joining)
         handovers = [(to_new if worker in new else handover,) for worker in self.workers]
-        return self._connect(WorkerProcess.regroup, handovers, on_wait)
+        return self._connect(WorkerProcess.regroup, handovers)
 
     def renew(
-        self,
-        survivors: Sequence[int],
-        joining: Sequence[RemoteWorker],
-        on_wait: Callable[[], None] | None = None,
-        *,
-        captures: bool = False,
+        self, survivors: Sequence[int], joining: Sequence[RemoteWorker], *, captures: bool = False
     ) -> GroupReport:
         """Form a new group like `regroup`, but rebuild the replica in every process, without any training state.
 
         Args:
             survivors: Ranks in the old group. They have already left that group.
             joining: Workers taken from `standby`.
-            on_wait: Called regularly during the wait. Default: a function that kills frozen workers, as during a start.
             captures: True to copy the replicas' state after `setup`.
 
         Returns:
@@ -680,7 +670,7 @@ class WorkerGroup:
             cannot run calls until it is formed again.
         """
         self.give_ranks([*(self.workers[rank] for rank in survivors), *joining])
-        return self._build(on_wait, captures=captures)
+        return self._build(captures=captures)
 
     # ------------------------------------------------------------------------------------------------- end
 

@@ -93,6 +93,8 @@ class Monitor:
         self._before: dict[int, Heartbeat] = {}
         self._cut_off_at: float | None = None  # time at which the driver noticed that Ray was stopped
         self._heard_at = now  # time of the last answer of any rank
+        if self._lifecycle.group is not None:
+            self._lifecycle.group.on_wait = self.poll
         if of_call:
             self._lifecycle.let_step_in()
 

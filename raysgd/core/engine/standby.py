@@ -43,9 +43,6 @@ class StartupCheck:
     Args:
         platform: Used to read the workers' answers and to find and kill their processes.
         longest_silence_s: A worker that does not answer for this many seconds is killed.
-
-    Attributes:
-        lost: Workers that the last `poll` killed or found dead.
     """
 
     def __init__(self, platform: Platform, longest_silence_s: float) -> None:
@@ -54,18 +51,19 @@ class StartupCheck:
             longest_silence_s, lambda worker, call: platform.outcome(-1, call), platform.now
         )
         self._next_round = platform.now()
-        self.lost: list[RemoteWorker] = []
 
-    def poll(self, workers: Collection[LocalWorker | RemoteWorker]) -> None:
+    def poll(self, workers: Collection[LocalWorker | RemoteWorker]) -> list[RemoteWorker]:
         """Read the workers' answers, kill silent workers, and start a new round of polls if it is due.
 
         Call this method regularly. The driver itself is not checked.
 
         Args:
             workers: The workers to check, which may change from call to call.
+
+        Returns:
+            The workers that were killed or found dead.
         """
-        platform, liveness = self._platform, self._liveness
-        lost = self.lost = []
+        platform, liveness, lost = self._platform, self._liveness, list[RemoteWorker]()
         answers, silent = liveness.poll()
         for worker, outcome in answers:
             if isinstance(outcome, Answered):
@@ -87,6 +85,7 @@ class StartupCheck:
             self._next_round = platform.now() + liveness.round_s(len(workers))
             others = [each for each in workers if not isinstance(each, LocalWorker) and each not in lost]
             liveness.ask(others, lambda worker: worker.submit(WorkerProcess.describe))
+        return lost
 
 
 @dataclass
@@ -252,7 +251,7 @@ class StandbyWorkers:
             left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
 
     def take_ready(
-        self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
+        self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], object] = lambda: None
     ) -> list[RemoteWorker]:
         """Remove up to `count` ready workers from the standby workers and return them, so that they can join the group.
 
@@ -273,7 +272,7 @@ class StandbyWorkers:
         return [each for each in self._ready[: max(0, count)] if self._take_out(each)]
 
     def take_needed(
-        self, count: int, most: int, on_wait: Callable[[], None] | None = None
+        self, count: int, most: int, on_wait: Callable[[], object] | None = None
     ) -> list[RemoteWorker] | None:
         """Wait until at least `count` workers are ready.
 
@@ -351,8 +350,7 @@ class StandbyWorkers:
         self._check_coming.poll(self._coming.copy())
         idle = self._idle.copy()
         self._drop([worker for worker, loan in idle.items() if loan is not None and loan.is_over and loan.has_died])
-        self._check_idle.poll(idle)
-        self._drop_lost(self._check_idle.lost)
+        self._drop_lost(self._check_idle.poll(idle))
         num_died = 0
         for worker, call in self._coming.copy().items():
             result = self._platform.outcome(-1, call)

@@ -105,7 +105,7 @@ class Calls:
         self._group.give_ranks(workers)
 
     def connect(self) -> GroupReport:
-        return self._group._build(lambda: None, captures=False)
+        return self._group._build(captures=False)
 
 
 def test_a_driver_that_goes_on_as_the_only_worker_leaves_the_group_that_it_was_in() -> None:

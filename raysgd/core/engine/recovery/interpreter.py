@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.core.cluster.keeper import CallNumber
-from raysgd.core.engine import ranks as rank_rules
 from raysgd.core.engine.lifecycle import SETTLE_S, START_ATTEMPTS, Lifecycle
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.platform import RemoteWorker
@@ -25,6 +24,7 @@ from raysgd.core.engine.policies import (
     classify,
     failed_alike,
     is_lack_of_memory,
+    next_ranks,
     takers,
     words,
 )
@@ -516,7 +516,7 @@ class Interpreter:
     def _tearing_down(self, state: machine.TearingDown) -> machine.Progress | machine.Lost | machine.UserRaised:
         group, change = self._lifecycle.running, state.change
         staying, newcomers = group.ranks_of(state.members), group.ranks_of(self._lifecycle.newcomers)
-        report = group.tear_down(staying, self._monitor.poll)
+        report = group.tear_down(staying)
         if not report.ok:
             return self._lost_in_tear_down(change, staying, report)
         # Ignore obstacles to continuing: a replica that cannot continue can still send its state.
@@ -611,7 +611,7 @@ class Interpreter:
             self._keep_only(state.members)
         staying, joining = group.ranks_of(state.members), self._taken()
         num_workers = len(staying) + len(joining)
-        places = rank_rules.places(staying if self._spec.runs_on else range(len(staying)), num_workers)
+        places = next_ranks(staying if self._spec.runs_on else range(len(staying)), num_workers)
         takers_of_state = (*(places[each] for each in takers(reports, source)), *places[len(staying) :])
         handover = StateHandover(places[source], takers_of_state)
         if isinstance(change, Continue) and change.why is Trigger.DRAIN:
@@ -620,7 +620,7 @@ class Interpreter:
             handover = replace(handover, orphans=orphans)
         newcomers = lifecycle.newcomers
         newcomers.update(joining)
-        self._report = report = group.regroup(staying, joining, handover, self._monitor.poll, places)
+        self._report = report = group.regroup(staying, joining, handover, places)
         newcomers.difference_update(group.workers[outcome.rank] for outcome in report.outcomes if outcome.ok)
         if report.ok:
             lifecycle.keep_facts(list(report.values))
@@ -679,7 +679,7 @@ class Interpreter:
 
     def _rebuilding(self, state: machine.Rebuilding) -> machine.Done | machine.NotDone:
         group = self._lifecycle.running
-        report = group.renew(group.ranks_of(state.members), self._taken(), self._monitor.poll)
+        report = group.renew(group.ranks_of(state.members), self._taken())
         return self._rebuilt(report, "form a new group")
 
     def _replacing(self, state: machine.Replacing) -> machine.Done | machine.NotDone:
@@ -688,7 +688,7 @@ class Interpreter:
         return self._rebuilt(self._report, "restore the state")
 
     def _rebuilt(self, report: GroupReport, what: str) -> machine.Done | machine.NotDone:
-        report = self._lifecycle.running.without_lost(report, self._scaling.min_workers, self._monitor.poll)
+        report = self._lifecycle.running.without_lost(report, self._scaling.min_workers)
         if report.ok:
             self._lifecycle.take_answers(report)
             self._snapshots.drop_incoming()  # the replicas that sent it are gone
