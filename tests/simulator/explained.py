@@ -16,7 +16,7 @@ EXPLAINED = {
     "worker._drop: `os.open(os.devnull, os.O_RDWR)` -> `os.open(os.O_RDWR, os.devnull)`": _OWN_PROCESS,
     "platform._cause_of: `missing` -> `not missing`": _RAY,
     "gathering.grace_s: `False` -> `True`": "a default that the listener always overrides",
-    "gathering.Listener.listen_beside: `True` -> `False`": _SCHEDULE,
+    "group.WorkerGroup._run_local: `True` -> `False`": _SCHEDULE,
     "worker.outcome_of: `0` -> `1`": "a fault of rank 0 gets the rank of its answer, which is 0",
     "group.WorkerGroup.stop: `worker.kill()` -> `pass`": "all workers are ended right after it, this one too",
     "placement.guard: `0` -> `1`": _RAY,

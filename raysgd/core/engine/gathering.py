@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
 from statistics import median
 from typing import Generic, TypeVar
 
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import Failed, FailureKind, Outcome, Unanswered
-from raysgd.core.engine.worker import LocalCall
 from raysgd.exceptions import OnFailure
 
 _LONGEST_GAP_S = 1.0
@@ -178,67 +176,6 @@ class Listener:
                     self._is_in_on_wait = False
         return outcomes
 
-    def listen_beside(
-        self,
-        local: Mapping[int, LocalCall],
-        on_wait: Callable[[], object] | None,
-        interrupt: Callable[[], None],
-        kill: Callable[[], None],
-        settle_timeout_s: float,
-    ) -> dict[int, Outcome]:
-        """Run the call of the rank in this process, while another thread listens to the remote ranks.
-
-        If a remote rank fails while the local rank waits for it in a collective, the local call would never return. In
-        that case, the remote workers are killed. If survivors can be reused and no user code raised an exception, the
-        ranks' collectives are interrupted first, and the workers are killed only if this does not help.
-
-        Args:
-            local: The call of the rank in this process, by rank.
-            on_wait: Called regularly during the wait, until the first failure.
-            interrupt: Interrupts the collectives of all ranks.
-            kill: Kills the remote workers.
-            settle_timeout_s: How many seconds the local call may take to return after the interrupt.
-
-        Returns:
-            The outcomes of all ranks, by rank.
-        """
-        answers: dict[int, Outcome] = {}
-        is_local_done = self._platform.make_event()
-
-        def must_kill() -> bool:
-            if all(outcome.ok for outcome in answers.values()):
-                return False
-            own_time, left_s = OwnTime(self._platform.now), self.left_s(answers)
-            while own_time.look(_POLL_S) < left_s:
-                if is_local_done.wait(_POLL_S):
-                    return False
-            if is_local_done.wait(0.0):
-                return False
-            kinds = {outcome.failure.kind for outcome in answers.values() if outcome.failure}
-            if self._asks_survivors and "user" not in kinds:
-                interrupt()
-                return not is_local_done.wait(settle_timeout_s)
-            return True
-
-        def listen() -> None:
-            answers.update(self.listen(on_wait))
-            if must_kill():
-                kill()  # this kills even ranks that have answered
-                answers.update({rank: _of_killed(outcome) for rank, outcome in answers.items()})
-
-        join = self._platform.begin_thread(listen)
-        outcomes: dict[int, Outcome] = {}
-        try:
-            outcomes |= {rank: call.run(rank) for rank, call in local.items()}
-        finally:
-            is_local_done.set()
-            if not all(rank in outcomes and outcomes[rank].ok for rank in local):
-                self.stop([outcome.failure.kind for outcome in outcomes.values() if outcome.failure])
-        # After an error, the group is killed, so the listening thread must stop using it.
-        with OnFailure(self.stop):
-            join()
-        return {**outcomes, **answers}
-
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
         """Return how many more seconds to wait for ranks that have not answered.
 
@@ -248,11 +185,6 @@ class Listener:
         kinds = self._kinds_of_driver | {outcome.failure.kind for outcome in outcomes.values() if outcome.failure}
         ran_s = self._failed_at - self._began
         return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
-
-
-def _of_killed(outcome: Outcome) -> Outcome:
-    """Return the outcome of a call whose worker was then killed. A failure is kept, because it may be the cause."""
-    return replace(outcome, answered=False) if isinstance(outcome, Failed) else Unanswered(outcome.rank)
 
 
 def grace_s(

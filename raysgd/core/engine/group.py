@@ -16,7 +16,7 @@ from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
 from raysgd.core.cluster.resources import explain
-from raysgd.core.engine.gathering import Listener, await_all, quiet_s, roll_call
+from raysgd.core.engine.gathering import Listener, OwnTime, await_all, quiet_s, roll_call
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import LocalWorker, Platform, RemoteWorker, WorkerMethod, pack
 from raysgd.core.engine.policies import (
@@ -32,6 +32,7 @@ from raysgd.core.engine.policies import (
 from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import (
     Answered,
+    Failed,
     GroupReport,
     Outcome,
     Rendezvous,
@@ -53,6 +54,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LATE_S = 2.0  # how long `ask_beside` waits for answers by default
+_POLL_S = 0.1
 _STUCK_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -386,14 +388,65 @@ class WorkerGroup:
         local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
         self._unanswered = remote  # stays set if Ctrl-C ends the wait
-        if local:
-            ends = self.interrupt, self._kill_remote, self._spec.settle_timeout_s
-            outcomes = listener.listen_beside(local, on_wait or self.on_wait, *ends)
-        else:
-            outcomes = listener.listen(on_wait or self.on_wait)
+        listen = partial(listener.listen, on_wait or self.on_wait)
+        outcomes = self._run_local(local, listener, listen) if local else listen()
         self._unanswered = {rank: remote[rank] for rank, outcome in outcomes.items() if not outcome.answered}
         self._spec.relay.tell({str(rank): outcome.notes for rank, outcome in sorted(outcomes.items())})
         return GroupReport(tuple(outcomes[rank] for rank in sorted(calls)))
+
+    def _run_local(
+        self, local: Mapping[int, LocalCall], listener: Listener, listen: Callable[[], dict[int, Outcome]]
+    ) -> dict[int, Outcome]:
+        """Run the call of the rank in this process, while another thread listens to the remote ranks.
+
+        If a remote rank fails while the local rank waits for it in a collective, the local call would never return. In
+        that case, the remote workers are killed. If survivors can be reused and no user code raised an exception, the
+        ranks' collectives are interrupted first, and the workers are killed only if this does not help.
+
+        Args:
+            local: The call of the rank in this process, by rank.
+            listener: Gathers the answers of the remote ranks.
+            listen: Waits for these answers.
+
+        Returns:
+            The outcomes of all ranks, by rank.
+        """
+        answers: dict[int, Outcome] = {}
+        is_local_done = self._platform.make_event()
+
+        def must_kill() -> bool:
+            if all(outcome.ok for outcome in answers.values()):
+                return False
+            own_time, left_s = OwnTime(self._platform.now), listener.left_s(answers)
+            while own_time.look(_POLL_S) < left_s:
+                if is_local_done.wait(_POLL_S):
+                    return False
+            if is_local_done.wait(0.0):
+                return False
+            kinds = {outcome.failure.kind for outcome in answers.values() if outcome.failure}
+            if self._spec.keeps_survivors and "user" not in kinds:
+                self.interrupt()
+                return not is_local_done.wait(self._spec.settle_timeout_s)
+            return True
+
+        def listen_to_remote() -> None:
+            answers.update(listen())
+            if must_kill():
+                self._kill_remote()  # this kills even ranks that have answered
+                answers.update({rank: _of_killed(outcome) for rank, outcome in answers.items()})
+
+        join = self._platform.begin_thread(listen_to_remote)
+        outcomes: dict[int, Outcome] = {}
+        try:
+            outcomes |= {rank: call.run(rank) for rank, call in local.items()}
+        finally:
+            is_local_done.set()
+            if not all(rank in outcomes and outcomes[rank].ok for rank in local):
+                listener.stop([outcome.failure.kind for outcome in outcomes.values() if outcome.failure])
+        # After an error, the group is killed, so the listening thread must stop using it.
+        with OnFailure(listener.stop):
+            join()
+        return {**outcomes, **answers}
 
     # ------------------------------------------------------------------------------------------ during calls
 
@@ -741,6 +794,11 @@ class WorkerGroup:
                 worker.kill()
         finally:
             self.slots.close(timeout_s)
+
+
+def _of_killed(outcome: Outcome) -> Outcome:
+    """Return the outcome of a call whose worker was then killed. A failure is kept, because it may be the cause."""
+    return replace(outcome, answered=False) if isinstance(outcome, Failed) else Unanswered(outcome.rank)
 
 
 def _nothing() -> None:
