@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from raysgd.core.cluster.resources import ClusterView, NodeView
 from raysgd.core.engine.controller import ElasticController
-from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.placement import Reservation, Slot
 from raysgd.core.engine.platform import Platform, RemoteWorker
 from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
@@ -141,12 +139,14 @@ class CrowdPlatform(Platform):
     Args:
         hosts: The processes.
         alone: Processes with one worker each.
+        room: Resources of the only node.
     """
 
     make_reservation: Callable[..., Reservation] = NoReservation
 
-    def __init__(self, hosts: list[Any], alone: list[Any]) -> None:
+    def __init__(self, hosts: list[Any], alone: list[Any], room: dict[str, float]) -> None:
         self._hosts, self._alone, self._num_workers = hosts, iter(alone), 0
+        self.view = lambda: ClusterView((NodeView("node", "127.0.0.1", room, {}),))
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
         self._num_workers += 1
@@ -170,8 +170,7 @@ class Crowd:
             spec,
             ScalingPolicy(num_workers),
             FailurePolicy(continues=True),
-            make_group=partial(WorkerGroup, platform=CrowdPlatform(self._hosts, self._mortal)),
-            view=lambda: ClusterView((NodeView("node", "127.0.0.1", room, {}),)),
+            platform=CrowdPlatform(self._hosts, self._mortal, room),
         )
         self._controller.start()
 

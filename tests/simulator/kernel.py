@@ -307,6 +307,9 @@ class Event:
     def set(self) -> None:
         self._is_set = True
 
+    def is_set(self) -> bool:
+        return self._is_set
+
     def wait(self, timeout: float) -> bool:
         return self._is_set or self._kernel.block(lambda: self._is_set, timeout)
 

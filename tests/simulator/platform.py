@@ -16,7 +16,7 @@ from raysgd.core.engine.shared.types import Outcome, WorkerInfo
 from raysgd.core.engine.transfers import SharedValue, Transfer
 from raysgd.core.engine.worker import LocalCall, WorkerProcess
 from raysgd.exceptions import ReservationTimeoutError
-from tests.simulator.kernel import DriverThread, Event, Future, Kernel
+from tests.simulator.kernel import Condition, DriverThread, Event, Future, Kernel
 from tests.simulator.processes import Call, Process
 
 if TYPE_CHECKING:
@@ -219,6 +219,7 @@ class SimPlatform:
     def __init__(self, cluster: Cluster, invariants: Invariants) -> None:
         self._cluster, self._kernel, self._invariants = cluster, cluster.kernel, invariants
         self.stored: list[Any] = []
+        self.view = cluster.view
         _platforms[id(self)] = self
         self.make_reservation: Callable[..., Reservation] = partial(
             SimReservation, cluster, invariants.check_given_back
@@ -290,6 +291,9 @@ class SimPlatform:
 
     def make_event(self) -> Event:
         return Event(self._kernel)
+
+    def make_condition(self) -> Condition:
+        return Condition(self._kernel)
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         assert isinstance(worker, SimWorker)

@@ -17,7 +17,7 @@ from raysgd.core.engine.shared.interface import GroupSpec
 from raysgd.core.engine.shared.types import StateHandover, World
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
-from tests.simulator.kernel import Condition, Kernel, Stopped
+from tests.simulator.kernel import Kernel, Stopped
 from tests.simulator.network import Network, SimConnection
 from tests.simulator.platform import Cluster, Node, SimPlatform
 from tests.simulator.processes import Process
@@ -82,7 +82,7 @@ class Simulation:
         return Kernel()
 
     def _controller(self) -> ElasticController:
-        schedule, kernel = self.schedule, self.kernel
+        schedule = self.schedule
         spec = {
             "connection": SimConnection(self.network),
             "make_replica": _not_called,
@@ -98,7 +98,6 @@ class Simulation:
         }
         num_local = int(schedule.use_local)
         options = {
-            "view": self.cluster.view,
             "rules": ElasticRules(*_waiting(schedule.resize_interval_s), self._leaving, lambda: True),
             "hooks": self.invariants.hooks,
             **self._options,
@@ -107,18 +106,12 @@ class Simulation:
             GroupSpec(**spec),
             ScalingPolicy(schedule.num_workers, schedule.min_workers, num_local=num_local, **self._scaling),
             FailurePolicy(schedule.continues),
-            make_group=partial(WatchedGroup, platform=self.platform, invariants=self.invariants),
-            now=lambda: kernel.now,
-            wait=self._sleep,
-            make_condition=lambda: Condition(kernel),
+            platform=self.platform,  # type: ignore[arg-type]
+            make_group=partial(WatchedGroup, invariants=self.invariants),
             **options,
         )
         self.transitions.follow(controller)
         return controller
-
-    def _sleep(self, seconds: float) -> None:
-        """As the engine's own clock does: a wait ends when the trainer is stopped."""
-        self.kernel.block(lambda: self.controller.stopped.is_set(), seconds)
 
     def _leaving(self) -> frozenset[str]:
         return frozenset(node.name for node in self.cluster.nodes.values() if node.is_leaving and node.is_alive)

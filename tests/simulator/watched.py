@@ -41,8 +41,8 @@ class WatchedStandby(StandbyWorkers):
 class WatchedGroup(WorkerGroup):
     """Checks every change of a group."""
 
-    def __init__(self, *args: Any, platform: Any, invariants: Invariants) -> None:
-        super().__init__(*args, platform=platform)
+    def __init__(self, spec: Any, num_workers: int, platform: Any, *, invariants: Invariants) -> None:
+        super().__init__(spec, num_workers, platform)
         self._invariants = invariants
         self.standby = WatchedStandby(self._spec, self.slots, platform)
         self.standby.invariants = invariants

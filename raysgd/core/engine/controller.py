@@ -74,7 +74,7 @@ class Turns:
         self._controller = controller
         self._line: list[PlaceInLine] = []
         self._running: PlaceInLine | None = None  # the head of the queue, while its thread uses the worker group
-        self._changes = controller.make_condition()  # guards both
+        self._changes = controller.platform.make_condition()  # guards both
         self._closed = threading.local()
 
     @contextmanager

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
-from raysgd.core.cluster.ray_cluster import cluster_view, note_processes
+from raysgd.core.cluster.ray_cluster import note_processes
 from raysgd.core.cluster.resources import explain
 from raysgd.core.engine.gathering import Listener, OwnTime, await_all, quiet_s, roll_call
 from raysgd.core.engine.placement import Slots
@@ -228,7 +228,7 @@ class WorkerGroup:
         if num_waiting:
             raise ReservationTimeoutError(
                 f"{num_waiting} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
-                + explain(self._spec.resources, len(references), cluster_view())
+                + explain(self._spec.resources, len(references), self._platform.view())
             )
 
     def without_lost(self, report: GroupReport, min_workers: int, *, captures: bool = False) -> GroupReport:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.cluster.keeper import KeptGroup, keeper
-from raysgd.core.cluster.ray_cluster import cluster_view, session
+from raysgd.core.cluster.ray_cluster import session
 from raysgd.core.cluster.resources import ClusterView, capacity, explain, impossibility
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
+from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.policies import (
     ElasticRules,
     FailurePolicy,
@@ -65,15 +65,14 @@ class Lifecycle(ABC):
         spec: The settings with which groups are started.
         scaling: Policy that decides the number of workers.
         failures: Policy that says which failures are retried.
+        platform: Through which the engine uses Ray, clocks and threads.
         make_group: Creates a group without starting it.
-        view: Returns the state of the cluster.
-        now: Returns the time of the engine's monotonic clock, in seconds.
-        wait: Waits for a number of seconds. Default: a wait that ends early if the trainer is stopped.
-        make_condition: Creates a condition variable, with a reentrant lock, for the driver's threads.
         rules: How the group responds to changes of the cluster.
         start_budget: Retries for workers that die while a group starts. None to limit only how often a start is
             attempted: `num_attempts` of the scaling policy.
         hooks: The front end's callbacks for when the group starts, changes or ends.
+        now: Returns the time of the engine's monotonic clock, in seconds.
+        view: Returns the state of the cluster.
         group: The worker group. None before the first start and after the group was killed.
         snapshots: The last snapshot and the calls since that snapshot.
         history: The events of the trainer's worker groups.
@@ -93,17 +92,15 @@ class Lifecycle(ABC):
     spec: GroupSpec
     scaling: ScalingPolicy
     failures: FailurePolicy = field(default_factory=FailurePolicy)
-    make_group: Callable[[GroupSpec, int], WorkerGroup] = WorkerGroup
-    view: Callable[[], ClusterView] = cluster_view
-    now: Callable[[], float] = time.monotonic
-    wait: Callable[[float], object] | None = None
-    make_condition: Callable[[], threading.Condition] = threading.Condition
+    platform: Platform = field(default_factory=Platform)
+    make_group: Callable[[GroupSpec, int, Platform], WorkerGroup] = WorkerGroup
     rules: ElasticRules = field(default_factory=ElasticRules)
     start_budget: RetryBudget | None = None
     hooks: GroupHooks = field(default_factory=GroupHooks)
 
     def __post_init__(self) -> None:
-        self.stopped = threading.Event()
+        self.now, self.view = self.platform.now, self.platform.view
+        self.stopped = self.platform.make_event()
         self.snapshots = Snapshots(self.spec, self.now, self.is_cut_off)
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
@@ -179,7 +176,7 @@ class Lifecycle(ABC):
 
         See `check_active`.
         """
-        (self.wait or self.stopped.wait)(seconds)
+        self.stopped.wait(seconds)
         self.check_active()
 
     def check_not_ending(self, cause: str) -> None:
@@ -225,7 +222,7 @@ class Lifecycle(ABC):
         kept = kept_by.find() if kept_by else None
         if kept_by is None or kept is None:
             return False
-        group = self.make_group(self.spec, len(kept.workers))
+        group = self.make_group(self.spec, len(kept.workers), self.platform)
         group.take_over(kept)
         self._session = session()
         self.group = group
@@ -248,7 +245,7 @@ class Lifecycle(ABC):
             WorkerError: The user's set-up code failed.
             ReservationTimeoutError: The resources were not granted in time.
         """
-        group = self._starting = self.make_group(self.spec, num_workers)
+        group = self._starting = self.make_group(self.spec, num_workers, self.platform)
         group.standby.replacements = self.replacements
         # Number of workers that must survive the start. None means all: without `keeps_processes`, the group cannot
         # change later.
@@ -365,7 +362,7 @@ class Lifecycle(ABC):
             self.sleep(seconds)
             self.check_not_ending(cause)
 
-        slots = self.make_group(spec, scaling.min_workers).slots
+        slots = self.make_group(spec, scaling.min_workers, self.platform).slots
         slots.await_room(scaling.min_workers, decision.delay_s, sleep, has_driver=spec.use_local)
         return 0, 0
 

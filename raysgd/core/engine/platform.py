@@ -229,6 +229,8 @@ class Platform:
     """Returns a `Transfer`, which receives a call's result."""
     store = staticmethod(transfers.store)
     """Stores one copy of a value that all workers can read."""
+    view = staticmethod(ray_cluster.cluster_view)
+    """Returns the state of the cluster."""
     living_nodes = staticmethod(ray_cluster.living_nodes)
     """Returns the IDs of the nodes that Ray reports as alive."""
     is_head_gone = staticmethod(ray_cluster.is_head_gone)
@@ -239,6 +241,8 @@ class Platform:
     """Sleeps for a number of seconds."""
     make_event = threading.Event
     """Creates a `threading.Event`."""
+    make_condition = threading.Condition
+    """Creates a condition variable, with a reentrant lock, for the driver's threads."""
 
     @property
     def home(self) -> str:

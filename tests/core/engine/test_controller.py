@@ -584,7 +584,6 @@ def beside(first: Trainer, num_workers: int) -> ElasticController:
     other = Trainer(num_workers=num_workers, spec={"make_replica": lambda world: None}, **RESTARTS)
     for name in ("kernel", "network", "cluster", "platform"):
         setattr(other, name, getattr(first, name))
-    other._options = {"view": first.controller.view}
     return other._controller()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from raysgd.core.cluster.ray_cluster import RayThreads
 from raysgd.core.engine.controller import PlaceInLine, Turns
+from raysgd.core.engine.platform import Platform
 from raysgd.exceptions import TrainerShutdownError
 from raysgd.trainer.driver.life import begin_in_background
 
@@ -22,7 +23,7 @@ class Lifecycle:
         self.stopped = threading.Event()
         self.interrupted: int | None = None
         self.num_killed = 0
-        self.make_condition = threading.Condition
+        self.platform = Platform()
 
     def check_active(self, during: Exception | None = None) -> None:
         if self.interrupted == threading.get_ident():
