@@ -190,8 +190,8 @@ def _shifted(real: Any) -> Any:
 
 
 def _none_is_silent(real: Any) -> Any:
-    def poll(self: LivenessCheck[Any]) -> Any:
-        return real(self)[0], []
+    def poll(self: LivenessCheck) -> Any:
+        return real(self)[0], {}
 
     return poll
 
@@ -415,14 +415,6 @@ def _passes_the_plan(real: Any) -> Any:
     return walk_on
 
 
-def _expects_old_answers(real: Any) -> Any:
-    def expect(self: Monitor) -> None:
-        if not hasattr(self, "_liveness"):
-            real(self)
-
-    return expect
-
-
 def _takes_any_number(real: Any) -> Any:
     """Each rank gives the newest that it has, whatever was asked for."""
     return lambda replica, number: real(replica, replica.copies.newest or number)
@@ -626,9 +618,6 @@ MUTATIONS = (
     Mutation("silent ranks count as survivors", WorkerGroup, "settle", _keeps_silent, (189,)),
     Mutation("a token is kept though another process is rank 0", Snapshots, "drop_incoming", _keeps_token, (5,)),
     Mutation("a snapshot is awaited of a rank 0 that was lost", Snapshots, "drop_incoming", _keeps_incoming, (156,)),
-    Mutation(
-        "a new worker owes the answers of the lost one", Monitor, "_expect_no_answers", _expects_old_answers, (2053,)
-    ),
     Mutation("workers that do not join after all are left over", StandbyWorkers, "kill", nothing, (307,)),
     Mutation("a call that broke off goes on from inside", Snapshots, "leave_call", nothing, (3693,)),
     Mutation("a dead standby worker steps in", StandbyWorkers, "kill_unresponsive", nothing, (1,)),

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from statistics import median
-from typing import Generic, TypeVar
+from typing import ParamSpec
 
 from raysgd.core.cluster.call_lines import Reference
-from raysgd.core.engine.platform import Platform
+from raysgd.core.engine.platform import Platform, RemoteWorker, WorkerMethod
 from raysgd.core.engine.shared.types import Failed, FailureKind, Outcome, Unanswered
 from raysgd.exceptions import OnFailure
+
+P = ParamSpec("P")
 
 _LONGEST_GAP_S = 1.0
 
@@ -250,8 +252,6 @@ def await_all(platform: Platform, references: Collection[Reference], timeout_s: 
     return True
 
 
-KeyT = TypeVar("KeyT")
-
 _ROUND_S = 1.0
 # At least this many rounds of polls fit into `heartbeat_s`. With `heartbeat_s=30` and more than 1,000 ranks, polling
 # therefore exceeds `_SHARE`.
@@ -260,59 +260,49 @@ _QUESTION_S = 0.0005  # seconds of the driver's time for one poll and its answer
 _SHARE = 0.05  # polling may take at most this fraction of the driver's time
 
 
-class LivenessCheck(Generic[KeyT]):
+class LivenessCheck:
     """Keeps track of polls that workers have not answered. Time in which this process was stalled does not count.
 
-    Workers are identified by keys, such as their ranks.
-
     Args:
+        platform: Reads the answers.
         heartbeat_s: A worker that does not answer for this many seconds is silent.
-        poll: Returns the current outcome of a poll, given the worker's key and the remote call.
-        now: Clock, in seconds.
     """
 
-    def __init__(
-        self, heartbeat_s: float, poll: Callable[[KeyT, Reference], Outcome], now: Callable[[], float]
-    ) -> None:
-        self._heartbeat_s, self._poll, self._own_time = heartbeat_s, poll, OwnTime(now)
-        self._asked: dict[KeyT, tuple[Reference, float]] = {}
+    def __init__(self, platform: Platform, heartbeat_s: float) -> None:
+        self._platform, self._heartbeat_s, self._own_time = platform, heartbeat_s, OwnTime(platform.now)
+        self._asked: dict[RemoteWorker, tuple[Reference, float]] = {}
 
-    def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
+    def round_s(self, num_workers: int, wanted_s: float = _ROUND_S) -> float:
         """Return the seconds between two rounds of polls: `wanted_s`, or more if there are many workers.
 
         At least three rounds fit into `heartbeat_s`.
         """
-        return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
+        return min(max(wanted_s, num_workers * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
-    def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Reference]) -> None:
-        """Poll workers, except workers that have not answered the last poll.
+    def ask(self, workers: Iterable[RemoteWorker], method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a method of workers as a poll, except of workers that have not answered the last poll."""
+        for worker in workers:
+            if worker not in self._asked:
+                self._asked[worker] = worker.submit(method, *args, **kwargs), self._own_time.look()
 
-        Args:
-            keys: The workers to poll.
-            submit: Starts the remote call that polls the worker with the given key.
-        """
-        for key in keys:
-            if key not in self._asked:
-                self._asked[key] = submit(key), self._own_time.look()
-
-    def poll(self) -> tuple[list[tuple[KeyT, Outcome]], list[tuple[KeyT, float]]]:
+    def poll(self) -> tuple[dict[RemoteWorker, Outcome], dict[RemoteWorker, float]]:
         """Check which workers have answered since the last check.
 
         Returns:
-            Two lists. The first contains the workers that have answered, each with its outcome. The second contains the
-            silent workers, each with its seconds of silence. The next `ask` polls all of these workers again.
+            The outcomes of the workers that have answered, and the seconds of silence of the silent workers. The next
+            `ask` polls all of these workers again.
         """
         now = self._own_time.look()
-        answers, silent = list[tuple[KeyT, Outcome]](), list[tuple[KeyT, float]]()
-        for key, (question, asked_at) in list(self._asked.items()):
-            outcome = self._poll(key, question)
+        answers, silent = dict[RemoteWorker, Outcome](), dict[RemoteWorker, float]()
+        for worker, (question, asked_at) in list(self._asked.items()):
+            outcome = self._platform.outcome(-1, question)
             if outcome.answered:
-                answers.append((key, outcome))
+                answers[worker] = outcome
             elif now - asked_at > self._heartbeat_s:
-                silent.append((key, now - asked_at))
+                silent[worker] = now - asked_at
             else:
                 continue
-            del self._asked[key]
+            del self._asked[worker]
         self.rest()
         return answers, silent
 

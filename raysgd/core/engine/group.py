@@ -203,7 +203,7 @@ class WorkerGroup:
                 return report
             logger.warning("%s; continuing with the others", words(classify(report)))
             for index in dead:
-                standby.kill(self._remote(index))
+                standby.kill(self.remote(index))
             standby.replace(len(dead), num_workers)
             calls = {index: call for index, call in calls.items() if index not in dead}
             if len(calls) + standby.num_all < min_workers:
@@ -363,7 +363,7 @@ class WorkerGroup:
 
     def submit(self, rank: int, method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call a method of the worker at a remote rank. Return Ray's reference to the result."""
-        return self._remote(rank).submit(method, *args, **kwargs)
+        return self.remote(rank).submit(method, *args, **kwargs)
 
     def _submit(
         self, ranks: Iterable[int], method: WorkerMethod[P], *args: P.args, **kwargs: P.kwargs
@@ -371,7 +371,8 @@ class WorkerGroup:
         """Start a call of a worker method on `ranks`. Return the calls by rank."""
         return {rank: self.workers[rank].submit(method, *args, **kwargs) for rank in ranks}
 
-    def _remote(self, rank: int) -> RemoteWorker:
+    def remote(self, rank: int) -> RemoteWorker:
+        """Return the handle to the worker at a remote rank."""
         worker = self.workers[rank]
         assert isinstance(worker, RemoteWorker), "the driver itself is no remote worker"
         return worker
@@ -526,14 +527,9 @@ class WorkerGroup:
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Reference:
         """Start `function(replica, *args)` in the second thread of a rank, even while the rank runs a call.
 
-        Returns:
-            A reference to the remote call. Pass it to `poll` to get the outcome.
+        Return a reference to the remote call.
         """
         return self.workers[rank].submit(WorkerProcess.beside, function, *args)
-
-    def poll(self, rank: int, call: Reference) -> Outcome:
-        """Return the current outcome of a remote call started by `submit_beside`, without waiting for the call."""
-        return self._platform.outcome(rank, call)
 
     @property
     def is_cut_off(self) -> bool:
@@ -675,7 +671,7 @@ class WorkerGroup:
         for rank in ranks:
             if rank in self.silent or rank in self.stuck:
                 self.kill_rank(rank)
-            self.standby.kill(self._remote(rank))
+            self.standby.kill(self.remote(rank))
         self.silent.clear()
         self.stuck.clear()
         self.gone |= set(ranks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from raysgd.core.engine.gathering import LivenessCheck, quiet_s
 from raysgd.core.engine.group import WorkerGroup
@@ -80,8 +81,7 @@ class Monitor:
         self._first: dict[int, Heartbeat] = {}
         self._steps_per_s = 0.0
         self._snapshot = 0  # number of the newest mid-call snapshot that was collected
-        self._infos: object = None
-        self._expect_no_answers()
+        self._liveness = LivenessCheck(self._lifecycle.platform, self._lifecycle.spec.heartbeat_s)
         # The first round of polls comes early in a small group. A large group is busy when it starts or recovers.
         first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
         is_soon = of_call and first_s <= _FIRST_ROUND_S
@@ -166,12 +166,6 @@ class Monitor:
 
     # -------------------------------------------------------------------------------------------- heartbeats
 
-    def _expect_no_answers(self) -> None:
-        lifecycle = self._lifecycle
-        self._liveness: LivenessCheck[int] = LivenessCheck(
-            lifecycle.spec.heartbeat_s, lambda rank, call: lifecycle.running.poll(rank, call), lifecycle.now
-        )
-
     @property
     def _num_asked(self) -> int:
         return len(self._lifecycle.group) if self._lifecycle.group is not None else 0
@@ -186,27 +180,23 @@ class Monitor:
         group = self._lifecycle.group
         if group is None:
             return
-        self._liveness.ask(
-            sorted(set(group.remote_ranks) - group.gone),
-            lambda rank: group.submit_beside(rank, interface.heartbeat),
-        )
+        asked = (rank for rank in group.remote_ranks if rank not in group.gone)
+        self._liveness.ask(map(group.remote, asked), WorkerProcess.beside, interface.heartbeat)
         in_driver = None if group.local_replica is None else interface.heartbeat(group.local_replica)
         if in_driver is not None:
             self._note(0, in_driver)
 
     def _listen(self) -> None:
-        infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
-        if infos is not self._infos:  # the group has changed, so discard unanswered polls of replaced workers
-            self._infos = infos
-            self._expect_no_answers()
+        group = self._lifecycle.group
+        ranks: dict[Any, int] = {} if group is None else {worker: rank for rank, worker in enumerate(group.workers)}
         answers, silent = self._liveness.poll()
-        for rank, outcome in answers:
+        for worker, outcome in answers.items():
             if outcome.ok:
                 self._heard_at = self._lifecycle.now()
-            if isinstance(outcome, Answered) and outcome.value is not None:
-                self._note(rank, outcome.value)
-        if silent:
-            self._kill_hung(dict(silent))
+            if isinstance(outcome, Answered) and outcome.value is not None and worker in ranks:
+                self._note(ranks[worker], outcome.value)
+        if silent_s := {ranks[worker]: seconds for worker, seconds in silent.items() if worker in ranks}:
+            self._kill_hung(silent_s)
         if answers and not self._is_of_restore:
             self._look_for_snapshot()
             self._free_parted()

@@ -46,10 +46,7 @@ class StartupCheck:
     """
 
     def __init__(self, platform: Platform, longest_silence_s: float) -> None:
-        self._platform = platform
-        self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
-            longest_silence_s, lambda worker, call: platform.outcome(-1, call), platform.now
-        )
+        self._platform, self._liveness = platform, LivenessCheck(platform, longest_silence_s)
         self._next_round = platform.now()
 
     def poll(self, workers: Collection[LocalWorker | RemoteWorker]) -> list[RemoteWorker]:
@@ -65,12 +62,12 @@ class StartupCheck:
         """
         platform, liveness, lost = self._platform, self._liveness, list[RemoteWorker]()
         answers, silent = liveness.poll()
-        for worker, outcome in answers:
+        for worker, outcome in answers.items():
             if isinstance(outcome, Answered):
                 worker.info = outcome.value
             elif outcome.has_died and worker in workers:
                 lost.append(worker)
-        for worker, _ in silent:
+        for worker in silent:
             # The worker's process may be new, so its silence counts from now on.
             if worker.info is UNKNOWN:
                 worker.info = platform.find_process(worker) or UNKNOWN
@@ -84,7 +81,7 @@ class StartupCheck:
         if platform.now() >= self._next_round:
             self._next_round = platform.now() + liveness.round_s(len(workers))
             others = [each for each in workers if not isinstance(each, LocalWorker) and each not in lost]
-            liveness.ask(others, lambda worker: worker.submit(WorkerProcess.describe))
+            liveness.ask(others, WorkerProcess.describe)
         return lost
 
 

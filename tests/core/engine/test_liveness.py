@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from raysgd.core.engine.gathering import LivenessCheck, OwnTime, max_silence_s, quiet_s
 from raysgd.core.engine.shared.types import Unanswered
+from raysgd.core.engine.worker import WorkerProcess
 from tests.helpers.fakes import FakeClock
+
+
+class PolledWorker:
+    """A worker that is polled."""
+
+    def submit(self, method: Any) -> None: ...
 
 
 @pytest.fixture
@@ -45,13 +55,15 @@ def test_work_of_its_own_counts_whole(clock: FakeClock) -> None:
 
 def test_time_in_which_the_driver_stood_still_is_held_against_no_one(clock: FakeClock) -> None:
     """As after Ctrl-Z: what they answered meanwhile is polled a moment later."""
-    liveness: LivenessCheck[int] = LivenessCheck(5.0, lambda rank, call: Unanswered(rank), clock.monotonic)
-    liveness.ask([0], lambda rank: None)
+    platform: Any = SimpleNamespace(now=clock.monotonic, outcome=lambda rank, call: Unanswered(rank))
+    worker: Any = PolledWorker()
+    liveness = LivenessCheck(platform, 5.0)
+    liveness.ask([worker], WorkerProcess.describe)
     for seconds in (1.0, 600.0, 1.0, 1.0, 1.0):
         clock.sleep(seconds)
-        assert liveness.poll() == ([], [])
+        assert liveness.poll() == ({}, {})
     clock.sleep(1.0)
-    assert liveness.poll() == ([], [(0, pytest.approx(6.0))])
+    assert liveness.poll() == ({}, {worker: pytest.approx(6.0)})
 
 
 @pytest.mark.parametrize(("heartbeat_s", "expected"), [(0.5, 2.0), (10.0, 2.0), (30.0, 6.0), (60.0, 12.0)])

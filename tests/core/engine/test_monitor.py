@@ -12,8 +12,9 @@ import pytest
 from raysgd.core.engine.gathering import LivenessCheck
 from raysgd.core.engine.group import GroupHooks, WorkerGroup
 from raysgd.core.engine.monitor import shown_together
+from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.interface import Call
-from raysgd.core.engine.shared.types import Answered, Heartbeat
+from raysgd.core.engine.shared.types import Heartbeat
 from raysgd.core.history.status import glance
 from raysgd.exceptions import WorkersLostError
 from tests.core.engine.trainer import Trainer, befalls, dies
@@ -97,8 +98,7 @@ def test_of_many_ranks_those_are_told_of_that_are_unlike_the_others() -> None:
 def test_many_ranks_are_asked_less_often_but_several_times_before_they_count_as_lost(
     num_workers: int, heartbeat_s: float, wanted_s: float, expected: float
 ) -> None:
-    liveness: LivenessCheck[int] = LivenessCheck(heartbeat_s, lambda rank, call: Answered(rank), lambda: 0.0)
-    assert liveness.round_s(num_workers, wanted_s) == pytest.approx(expected)
+    assert LivenessCheck(Platform(), heartbeat_s).round_s(num_workers, wanted_s) == pytest.approx(expected)
 
 
 # -------------------------------------------------------------------------------------------- numbers
