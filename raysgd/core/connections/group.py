@@ -118,8 +118,7 @@ class Group:
         is_small = flat.nbytes <= MAX_WHOLE_BYTES
         if 1 < self.size <= MOST and (is_small or not self._nodes.are_shared):
             rows = {rank: row if rank == self.rank else np.empty_like(row) for rank in self._all}
-            way = self._whole if is_small else self._in_parts
-            way(self._all, flat, _kind(_SUM_AND_ROW, flat), rows)
+            self._in_parts(self._all, flat, _kind(_SUM_AND_ROW, flat), is_small, rows)
             return list(rows.values())
         gathered = self.gather(row)
         self.add_up(numbers)
@@ -291,33 +290,30 @@ class Group:
         """
         if len(ranks) == 1:
             return
-        if len(ranks) <= MOST:
-            way = self._whole if is_small else self._in_parts
-            way(ranks, flat, kind)
-        elif is_small or flat.nbytes < LEAST_PART_BYTES * len(ranks):
+        if len(ranks) > MOST and (is_small or flat.nbytes < LEAST_PART_BYTES * len(ranks)):
             self._by_tree(ranks, flat, kind)
         else:
-            self._in_parts(ranks, flat, kind)
+            self._in_parts(ranks, flat, kind, is_small)
 
-    def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
-        """Send the whole array from every rank to every other, then sum locally.
-
-        This algorithm needs only one round of messages. For small arrays, the number of rounds determines the time.
-        With `rows`, each rank also sends its own row, and receives the other ranks' rows into `rows`.
-        """
-        others = self._without_self(ranks)
-        received = self._room(dict.fromkeys(others, len(flat)), flat.dtype)
-        self._mesh.swap(dict.fromkeys(others, self._with_own(flat, rows)), _views(received, rows), kind)
-        _add_in_order({**received, self.rank: flat}, flat)
-
-    def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
+    def _in_parts(
+        self,
+        ranks: Sequence[int],
+        flat: Array,
+        kind: int,
+        is_whole: bool,
+        rows: Mapping[int, Array] = _NO_ROWS,
+    ) -> None:
         """Sum an array over `ranks`: reduce-scatter, then all-gather.
 
-        Each rank sends about twice the array's bytes, for any number of ranks.
+        Each rank sends about twice the array's bytes, for any number of ranks. If `is_whole` is True, each rank sums
+        the whole array instead of a part, which needs only one round of messages. For small arrays, the number of
+        rounds determines the time. With `rows`, each rank also sends its own row, and receives the other ranks' rows
+        into `rows`.
         """
-        parts = _divided(flat, len(ranks))
+        parts = [flat] * len(ranks) if is_whole else _divided(flat, len(ranks))
         self._collect(ranks, ranks, parts, kind, rows)
-        self._distribute(ranks, ranks, parts, kind)
+        if not is_whole:
+            self._distribute(ranks, ranks, parts, kind)
 
     def _collect(
         self,
@@ -329,7 +325,7 @@ class Group:
     ) -> None:
         """Reduce-scatter: each rank in `owners` receives its part of the array from all `ranks` and sums it.
 
-        The `rows` are sent along as in `_whole`. This requires that all ranks are owners.
+        The `rows` are sent along as in `_in_parts`. This requires that all ranks are owners.
         """
         of_others = {owner: part for owner, part in zip(owners, parts, strict=True) if owner != self.rank}
         outgoing = {owner: self._with_own(part, rows) for owner, part in of_others.items()}
