@@ -117,7 +117,7 @@ class HorovodConnection(ListeningConnection):
         [connections] = self._meet(rendezvous, world, neighbors(world.rank, world.size))
         board = Board(world.rank, world.size, connections)
         self._parts = [board]
-        self._deadline.check()  # raise if this rank was interrupted before the board existed
+        self._check_forming()  # raise if this rank was interrupted before the board existed
         word = json.dumps([port, world.node_rank, world.local_rank]).encode()
         words = [json.loads(each) for each in board.exchange("raysgd/place", word, self._form_timeout_s)]
         return words[0][0], crossings([place for _, *place in words])[world.rank]

@@ -72,7 +72,7 @@ class TensorFlowConnection(ListeningConnection):
         lanes = self._meet(rendezvous, world, *[others(world.rank, world.size)] * 2)
         gradients, votes = (Mesh(lane, self.timeout_s) for lane in lanes)
         self._parts = [gradients, votes]
-        self._deadline.check()  # raise if this rank was interrupted before the connections existed
+        self._check_forming()  # raise if this rank was interrupted before the connections existed
         addresses = [f"{host}:{port}" for host, port in zip(rendezvous.hosts, rendezvous.ports, strict=True)]
         self._set_variables({"TF_CONFIG": cluster_of(addresses, world.rank)})
         _JOINED = Group(world, gradients, rendezvous.hosts), EarlyVotes(world, votes)

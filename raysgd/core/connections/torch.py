@@ -145,7 +145,7 @@ class TorchConnection(ListeningConnection):
             assert self._mesh is not None
             assert self._gloo is not None
             self._mesh.timeout_s = self.timeout_s
-            self._deadline.check()  # raise if this rank was interrupted before the connections existed
+            self._check_forming()  # raise if this rank was interrupted before the connections existed
             self._gloo.look()
         self._is_formed = True
         global _joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,12 +12,23 @@ from typing import Any, TypeVar
 from raysgd.core.connections.group import Group
 from raysgd.core.connections.mesh import meeting
 from raysgd.core.connections.mesh.board import Board, neighbors, others
-from raysgd.core.connections.mesh.meeting import Address, Deadline, Endpoint
+from raysgd.core.connections.mesh.meeting import Address, ConnectFailed, Endpoint
 from raysgd.core.connections.mesh.mesh import Mesh
 from raysgd.core.engine.shared.types import LOOPBACK, Rendezvous, World
 from tests.helpers import fakes
 
 RankT = TypeVar("RankT")
+
+
+class Deadline:
+    """How long a rank waits for others, if it is not interrupted."""
+
+    def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        self._until, self._is_interrupted = time.monotonic() + timeout_s, is_interrupted
+
+    def __call__(self) -> None:
+        if self._is_interrupted() or time.monotonic() > self._until:
+            raise ConnectFailed("another rank failed, or was too slow to join the group")
 
 
 def connect_to(address: Address) -> socket.socket:

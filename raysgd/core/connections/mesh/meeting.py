@@ -54,28 +54,6 @@ _NONCE_LENGTH = 16
 _PROOF_LENGTH = 32
 
 
-class Deadline:
-    """A time limit for waiting until other ranks have joined. The time starts when this object is created.
-
-    Args:
-        timeout_s: Maximum number of seconds to wait.
-        is_interrupted: Called by each `check`. If it returns True, `check` raises.
-    """
-
-    def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        self._is_interrupted = is_interrupted
-        self._deadline = time.monotonic() + timeout_s
-
-    def check(self) -> None:
-        """Raise an error if this rank must not wait any longer.
-
-        Raises:
-            ConnectFailed: The deadline has passed, or the wait was interrupted.
-        """
-        if self._is_interrupted() or time.monotonic() > self._deadline:
-            raise ConnectFailed("another rank failed, or was too slow to join the group")
-
-
 def listen_at(host: str) -> socket.socket:
     """Return a socket that listens at a free port of the address `host`.
 
@@ -123,7 +101,7 @@ class Endpoint:
             self._holding.close()
 
     def connect(
-        self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
+        self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], check: Callable[[], None]
     ) -> list[Connections]:
         """Connect this rank to other ranks, then stop listening.
 
@@ -135,16 +113,16 @@ class Endpoint:
             rank: This rank.
             lanes: For each set of connections (lane) to open, the ranks to connect to. Each of those ranks must list
                 this rank in the same lane.
-            deadline: Limits the wait for other ranks.
+            check: Called regularly during the wait. May raise.
 
         Returns:
             For each lane, the connected sockets by rank.
 
         Raises:
-            ConnectFailed: Another rank is gone, was too late or cannot be reached, or the wait was interrupted.
+            ConnectFailed: Another rank is gone or cannot be reached.
         """
         try:
-            return _Meeting(rendezvous, rank, lanes, self._listener).connect(deadline)
+            return _Meeting(rendezvous, rank, lanes, self._listener).connect(check)
         finally:
             self.close_sockets()
 
@@ -180,13 +158,19 @@ class ListeningConnection(Connection):
         return min(self.form_timeout_s, self.timeout_s)
 
     def _meet(self, rendezvous: Rendezvous, world: World, *lanes: Collection[int]) -> list[Connections]:
-        """Connect this rank to other ranks. See `Endpoint.connect`.
-
-        Afterwards, `_deadline` limits the rest of the time in which the group must form.
-        """
+        """Connect this rank to other ranks. See `Endpoint.connect`."""
         assert self._endpoint is not None, "a rank of several listens before it joins the others"
-        self._deadline = Deadline(self._form_timeout_s, lambda: self._is_interrupted)
-        return self._endpoint.connect(rendezvous, world.rank, lanes, self._deadline)
+        self._form_until = time.monotonic() + self._form_timeout_s
+        return self._endpoint.connect(rendezvous, world.rank, lanes, self._check_forming)
+
+    def _check_forming(self) -> None:
+        """Raise an error if this rank must no longer wait until the group has formed.
+
+        Raises:
+            ConnectFailed: The group takes too long, or this rank was interrupted.
+        """
+        if self._is_interrupted or time.monotonic() > self._form_until:
+            raise ConnectFailed("another rank failed, or was too slow to join the group")
 
     def _set_variables(self, variables: Mapping[str, str]) -> None:
         """Set environment variables of this process until it leaves the group."""
@@ -254,7 +238,7 @@ class _Meeting:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
 
-    def connect(self, deadline: Deadline) -> list[Connections]:
+    def connect(self, check: Callable[[], None]) -> list[Connections]:
         """Connect to the ranks of all lanes. Return each lane's sockets."""
         try:
             with OnFailure(self._disconnect):
@@ -262,7 +246,7 @@ class _Meeting:
                     due, self._due = self._due, []
                     for rank, lane in due:
                         self._call(rank, lane)
-                    deadline.check()
+                    check()
                     self._listen()
         except ConnectFailed:
             raise

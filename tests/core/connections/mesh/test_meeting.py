@@ -22,7 +22,6 @@ from raysgd.core.connections.mesh import meeting
 from raysgd.core.connections.mesh.meeting import (
     Address,
     ConnectFailed,
-    Deadline,
     Endpoint,
     Handshake,
     initiate,
@@ -31,7 +30,7 @@ from raysgd.core.connections.mesh.meeting import (
     respond,
 )
 from raysgd.core.engine.shared.types import LOOPBACK, Rendezvous
-from tests.core.connections.ranks import connect_to
+from tests.core.connections.ranks import Deadline, connect_to
 
 HERE = LOOPBACK
 HOSTS = [LOOPBACK, "127.0.0.2"]  # where ranks listen under a name, and where at a port

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint
+from raysgd.core.connections.mesh.meeting import ConnectFailed, Endpoint
 from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
-from tests.core.connections.ranks import connect_to, meshes_of, met, on_all
+from tests.core.connections.ranks import Deadline, connect_to, meshes_of, met, on_all
 from tests.helpers.fakes import meeting
 
 HERE = "127.0.0.1"
