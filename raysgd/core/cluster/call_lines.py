@@ -208,7 +208,7 @@ def _is_of_same_user(connected: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def wait(references: Collection[Reference], num_returns: int, timeout_s: float | None) -> list[Reference]:
+def wait(references: Collection[Reference], num_returns: int, timeout_s: float) -> list[Reference]:
     """Wait for remote calls as `ray.wait` does. Return the calls that have ended.
 
     Unlike `ray.wait`, this function may return more than `num_returns` calls, and returns them in any order.
@@ -216,17 +216,17 @@ def wait(references: Collection[Reference], num_returns: int, timeout_s: float |
     Args:
         references: The calls, as `Line`s or Ray object references.
         num_returns: Number of calls to wait for.
-        timeout_s: Longest time to wait. None waits until enough calls have ended.
+        timeout_s: Longest time to wait.
     """
     import ray
 
     calls = [each for each in references if isinstance(each, Line)]
     if not calls:
         return list(ray.wait(list(references), num_returns=num_returns, timeout=timeout_s)[0])
-    until = None if timeout_s is None else time.monotonic() + timeout_s
+    until = time.monotonic() + timeout_s
     done: set[Reference] = {each for each in calls if each.has_answer}
     while len(done) < num_returns:
-        left_s = _FOREVER_S if until is None else max(min(until - time.monotonic(), _FOREVER_S), 0.0)
+        left_s = max(min(until - time.monotonic(), _FOREVER_S), 0.0)
         by_line = [each for each in calls if each not in done and not each.is_ended]
         if len(by_line) + len(done) == len(references):  # no Ray call is left to wait for
             if wait_for_sockets([each.fileno() for each in by_line], left_s):
@@ -237,7 +237,7 @@ def wait(references: Collection[Reference], num_returns: int, timeout_s: float |
             left_s = min(left_s, _SHORTLY_S)
         ended = _ended_for_ray([each for each in references if each not in done], num_returns - len(done), left_s)
         done |= {*ended, *(each for each in by_line if each.has_answer)}
-        if until is not None and time.monotonic() >= until:
+        if time.monotonic() >= until:
             break
     return list(done)
 

@@ -7,7 +7,6 @@ workers. Instead, the time without an answer is compared with how fast the other
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from statistics import median
 from typing import ParamSpec
@@ -145,7 +144,7 @@ class Listener:
         while self._is_in_on_wait:
             self._platform.sleep(_LOOK_S)
 
-    def listen(self, on_wait: Callable[[], object] | None = None) -> dict[int, Outcome]:
+    def listen(self, on_wait: Callable[[], object] = lambda: None) -> dict[int, Outcome]:
         """Wait until all ranks have answered or the cause of a failure is clear. Return the outcomes by rank.
 
         Args:
@@ -153,8 +152,7 @@ class Listener:
         """
         outcomes: dict[int, Outcome] = {rank: Unanswered(rank) for rank in self._references}
         waiting = {reference: rank for rank, reference in self._references.items()}
-        is_beside_local = threading.current_thread() is not threading.main_thread()
-        pause_s = max(_POLL_S, _POLL_S_EACH * len(waiting)) if on_wait or is_beside_local else None
+        pause_s = max(_POLL_S, _POLL_S_EACH * len(waiting))
         own_time = OwnTime(self._platform.now) if self._is_stopped else None  # since the first failure
         while waiting and (own_time is None or self.left_s(outcomes) >= _TICK_S):
             if own_time is not None:
@@ -163,13 +161,13 @@ class Listener:
             found = [self._platform.outcome(waiting[reference], reference) for reference in done]
             outcomes |= {outcome.rank: outcome for outcome in found}
             waiting = {reference: rank for reference, rank in waiting.items() if not outcomes[rank].answered}
-            if own_time is not None and pause_s is not None:
+            if own_time is not None:
                 self._listened_s = own_time.look(pause_s)
                 if found:
                     self._last_answer_s = self._listened_s
             elif self._is_stopped or any(isinstance(outcome, Failed) for outcome in found):
                 self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
-            elif not found and on_wait is not None:
+            elif not found:
                 self._is_in_on_wait = True  # set before reading `_is_stopped`: `stop` sets that flag, then reads this
                 try:
                     if not self._is_stopped:

@@ -295,20 +295,17 @@ class Platform:
 
         return bool(ray.is_initialized())
 
-    def any_ready(self, references: Sequence[Reference], timeout_s: float | None) -> Collection[Reference]:
+    def any_ready(self, references: Sequence[Reference], timeout_s: float) -> Collection[Reference]:
         """Wait up to `timeout_s` until at least one remote call has ended. Return the calls that have ended.
-
-        If `timeout_s` is None, wait without limit.
 
         Answers often arrive together, and each query costs time. This method therefore first waits a moment for all
         calls.
         """
         # `ray.get` cannot be used here, because it waits for all calls if an exception is too large to be inlined.
         together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
-        done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
-        if not done and (timeout_s is None or timeout_s > together_s):
-            left_s = None if timeout_s is None else timeout_s - together_s
-            done = call_lines.wait(references, 1, left_s)
+        done = self.ready(references, min(together_s, timeout_s))
+        if not done and timeout_s > together_s:
+            done = call_lines.wait(references, 1, timeout_s - together_s)
         return list(done)
 
     def ready(self, references: Collection[Reference], timeout_s: float) -> Collection[Reference]:

@@ -6,13 +6,13 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from ray.cloudpickle import dumps
 
-from raysgd.core.cluster.call_lines import LARGEST, Line
+from raysgd.core.cluster.call_lines import LARGEST, Line, Reference
 from raysgd.core.cluster.resources import Resources
 from raysgd.core.engine import platform
 from raysgd.core.engine.group import WorkerGroup
@@ -121,11 +121,18 @@ def test_an_answer_that_the_driver_cannot_unpickle_is_an_error_of_the_user_eithe
     assert values(ask(group, value_of, 1)) == [1, 1]
 
 
+class LineElsewhere(Line):
+    """A line of which the worker gets another name."""
+
+    def __init__(self, attend: Callable[[str], Reference]) -> None:
+        super().__init__(lambda name: attend("raysgd-elsewhere"))
+
+
 def test_a_worker_that_finds_no_line_is_asked_through_ray_from_then_on(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert values(ask(group, value_of, 1, by_line=False)) == [1, 1]
-    monkeypatch.setattr(platform, "Line", lambda attend: Line(lambda name: attend("raysgd-elsewhere")))
+    monkeypatch.setattr(platform, "Line", LineElsewhere)
     for number in range(3):
         assert values(ask(group, value_of, number)) == [number, number]
     assert lines(group) == []

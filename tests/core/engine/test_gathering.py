@@ -84,7 +84,7 @@ class AnsweredInTurn:
         return done, [reference for reference in references if reference not in set(done)]
 
 
-def looks_for_each(num_calls: int, monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[], None] | None) -> float:
+def looks_for_each(num_calls: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """How often each of so many calls is looked at."""
 
     class Answering(Platform):
@@ -93,16 +93,13 @@ def looks_for_each(num_calls: int, monkeypatch: pytest.MonkeyPatch, on_wait: Cal
 
     calls = AnsweredInTurn(0.0003)
     monkeypatch.setattr("ray.wait", calls.wait)
-    outcomes = Listener(dict(enumerate(range(num_calls))), platform=Answering()).listen(on_wait)
+    outcomes = Listener(dict(enumerate(range(num_calls))), platform=Answering()).listen()
     assert [outcomes[rank].value for rank in range(num_calls)] == ["an answer"] * num_calls
     return calls.num_looked_at / num_calls
 
 
-@pytest.mark.parametrize("on_wait", [None, lambda: None])
-def test_a_call_of_many_workers_is_looked_at_as_often_as_one_of_a_few(
-    on_wait: Callable[[], None] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = {num_calls: looks_for_each(num_calls, monkeypatch, on_wait) for num_calls in (100, 1000, 5000)}
+def test_a_call_of_many_workers_is_looked_at_as_often_as_one_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = {num_calls: looks_for_each(num_calls, monkeypatch) for num_calls in (100, 1000, 5000)}
     assert looks[100] < looks[5000] <= 1.25 * looks[1000]
 
 
