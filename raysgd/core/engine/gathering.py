@@ -233,21 +233,21 @@ def roll_call(
     return outcomes
 
 
-def await_all(platform: Platform, references: Collection[Reference], timeout_s: float) -> bool:
-    """Wait up to `timeout_s` until all of the given remote calls have ended. Return False if some have not.
+def outcomes_within(platform: Platform, calls: Mapping[int, Reference], timeout_s: float) -> dict[int, Outcome]:
+    """Wait up to `timeout_s` until all of the given remote calls have ended. Return their outcomes by rank.
 
     Time during which this process was stalled does not count towards the timeout.
 
     Args:
         platform: Polls the calls.
-        references: Ray's references to the calls.
+        calls: Ray's references to the calls, by rank.
         timeout_s: Longest time to wait, in seconds.
     """
-    own_time = OwnTime(platform.now)
-    while len(platform.ready(references, _POLL_S)) < len(references):
+    own_time, references = OwnTime(platform.now), calls.values()
+    while len(references) and len(platform.ready(references, _POLL_S)) < len(references):
         if own_time.look() >= timeout_s:
-            return False
-    return True
+            break
+    return {rank: platform.outcome(rank, call) for rank, call in calls.items()}
 
 
 _ROUND_S = 1.0

@@ -16,7 +16,7 @@ from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.keeper import CallNumber, KeptGroup
 from raysgd.core.cluster.ray_cluster import note_processes
 from raysgd.core.cluster.resources import explain
-from raysgd.core.engine.gathering import Listener, OwnTime, await_all, quiet_s, roll_call
+from raysgd.core.engine.gathering import Listener, OwnTime, outcomes_within, quiet_s, roll_call
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import LocalWorker, Platform, RemoteWorker, WorkerMethod, pack
 from raysgd.core.engine.policies import (
@@ -515,13 +515,9 @@ class WorkerGroup:
         """Call a worker method that runs beside calls. Return what `ask_beside` returns."""
         calls = self._submit(range(len(self.workers)) if ranks is None else ranks, method, *args)
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
-        if remote:
-            await_all(self._platform, remote.values(), timeout_s)
-        outcomes = [
-            call.run(rank) if isinstance(call, LocalCall) else self._platform.outcome(rank, call)
-            for rank, call in calls.items()
-        ]
-        answers = {outcome.rank: outcome.value for outcome in outcomes if isinstance(outcome, Answered)}
+        outcomes = outcomes_within(self._platform, remote, timeout_s)
+        outcomes |= {rank: call.run(rank) for rank, call in calls.items() if isinstance(call, LocalCall)}
+        answers = {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Answered)}
         return {rank: answers.get(rank) for rank in calls if rank in answers or rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Reference:
@@ -623,12 +619,12 @@ class WorkerGroup:
         """
         platform, timeout_s = self._platform, self._spec.settle_timeout_s
         patience_s = min(_STUCK_S, timeout_s / 2)
-        if calls and not await_all(platform, calls.values(), patience_s):
+        outcomes = outcomes_within(platform, calls, patience_s)
+        if not all(outcome.answered for outcome in outcomes.values()):
             tell_stuck()
-            await_all(platform, calls.values(), timeout_s - patience_s)
-        outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
-        self.stuck = {outcome.rank for outcome in outcomes if not outcome.answered}
-        return self.stuck | {outcome.rank for outcome in outcomes if outcome.has_died}
+            outcomes = outcomes_within(platform, calls, timeout_s - patience_s)
+        self.stuck = {rank for rank, outcome in outcomes.items() if not outcome.answered}
+        return self.stuck | {rank for rank, outcome in outcomes.items() if outcome.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Reference]:
         """Interrupt the collectives of `ranks`.
@@ -758,13 +754,12 @@ class WorkerGroup:
             timeout_s: How long to wait until the resources are released, in seconds. Closing has a separate timeout.
         """
         try:
-            remote = [worker.submit(WorkerProcess.close) for worker in self.workers if isinstance(worker, RemoteWorker)]
+            remote = self._submit(self.remote_ranks, WorkerProcess.close)
             for worker in self.workers:
                 if isinstance(worker, LocalWorker):
                     worker.kill()
             if remote and self._platform.is_running:
-                await_all(self._platform, remote, _CLOSE_TIMEOUT_S)
-                outcomes = [self._platform.outcome(-1, call) for call in remote]
+                outcomes = outcomes_within(self._platform, remote, _CLOSE_TIMEOUT_S).values()
                 num_left = sum(not each.answered for each in outcomes)
                 if num_left:
                     logger.warning("%s workers did not stop within %s s; killing them", num_left, _CLOSE_TIMEOUT_S)

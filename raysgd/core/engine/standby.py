@@ -16,7 +16,7 @@ from typing import Any
 
 from raysgd.core.cluster.call_lines import Reference
 from raysgd.core.cluster.ray_cluster import note_processes
-from raysgd.core.engine.gathering import LivenessCheck, await_all, quiet_s
+from raysgd.core.engine.gathering import LivenessCheck, outcomes_within, quiet_s
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.platform import LocalWorker, Platform, RemoteWorker, pack
 from raysgd.core.engine.policies import why_not_started
@@ -308,8 +308,7 @@ class StandbyWorkers:
         for loan in loans:
             loan.recall()
         calls = [call for loan in loans if (call := loan.call) is not None]  # `is_over` may clear it in any thread
-        if calls:
-            await_all(self._platform, calls, self._spec.settle_timeout_s)
+        outcomes_within(self._platform, dict(enumerate(calls)), self._spec.settle_timeout_s)
 
     @property
     def _ready(self) -> list[RemoteWorker]:
@@ -372,12 +371,9 @@ class StandbyWorkers:
         """
         self.look_after()
         idle = [*self._idle.copy()]
-        if not idle:
-            return
-        calls = [each.submit(WorkerProcess.describe) for each in idle]
-        await_all(self._platform, calls, quiet_s(self._spec.heartbeat_s))
-        answers = [self._platform.outcome(-1, call) for call in calls]
-        for worker, answer in zip(idle, answers, strict=True):
+        calls = {index: worker.submit(WorkerProcess.describe) for index, worker in enumerate(idle)}
+        answers = outcomes_within(self._platform, calls, quiet_s(self._spec.heartbeat_s))
+        for worker, answer in zip(idle, answers.values(), strict=True):
             if not answer.ok:
                 self._drop_lost([worker])
                 if not answer.answered:

@@ -45,7 +45,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 Reply: TypeAlias = Answered | Failure
 """The reply to a call of a function on the replica."""
 
-NO_THREAD = 0
+_NO_THREAD = 0
 
 _RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # Ray sets PYTHONBREAKPOINT to this value
 _FOLDER = "/dev/fd"
@@ -83,7 +83,7 @@ class WorkerProcess:
 
     Attributes:
         call_thread: ID of the thread that runs the current call or ran the last call. None before the first call.
-            `NO_THREAD` after a call in `attend` has ended, until the next call starts.
+            `_NO_THREAD` after a call in `attend` has ended, until the next call starts.
         number: Number of the last call that had a number. None if no call had a number.
         reply: The reply to the call with this number, for a driver that sends the call again.
     """
@@ -260,7 +260,7 @@ class WorkerProcess:
             while message is not None:
                 reply = WorkerProcess.on_packed(self, message)
                 # This must be set before the driver gets the answer, because the driver may then request a stack.
-                self.call_thread = NO_THREAD
+                self.call_thread = _NO_THREAD
                 if isinstance(reply, Failure) or not line.answer(reply):
                     return reply
                 message = line.next()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.engine.gathering import Listener, await_all, grace_s
+from raysgd.core.engine.gathering import Listener, grace_s, outcomes_within
 from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import Answered, Failed, Failure, FailureKind, Outcome, Unanswered
 from raysgd.exceptions import WorkerFault
@@ -210,7 +210,7 @@ def test_who_waits_for_all_does_not_count_the_time_in_which_it_stood_still(
     answered_at_s: float, stalls_s: float, waits_s: float
 ) -> None:
     calls = Stalling(answered_at_s, stalls_s)
-    await_all(calls, ["a call"], 2.0)
+    outcomes_within(calls, {0: "a call"}, 2.0)
     assert calls.now() == pytest.approx(waits_s, abs=0.11)
 
 
