@@ -201,17 +201,8 @@ class TrainerProcess:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _save_left(self, reason: str) -> str | None:
-        """Save the trainer in the folder that the user's settings name, and return the path of the file.
-
-        Do nothing and return None if the settings name no folder, or if this type of trainer cannot be saved this way.
-
-        Args:
-            reason: Why the trainer ends. This is saved with the history of the training.
-        """
-        place: str | None = getattr(self._trainer, "_left_file", None)
-        if place is not None:
-            self._trainer._save_left(reason)
-        return place
+        """Save the trainer as `KeptTrainer.save_left` does, if this type of trainer can be saved this way."""
+        return None if self._kept_trainer is None else self._kept_trainer.save_left(reason)
 
     async def save_left(self) -> bytes:
         """Save the trainer before `raysgd stop` ends it, unless a call is running or the settings name no folder.
@@ -468,10 +459,10 @@ class TrainerProcess:
     def _make(self, asked: CallRequest) -> None:
         (trainer_cls, *args), kwargs = unpacked_arguments(asked.arguments)
         self._trainer = trainer_cls(*args, **kwargs)
-        if self._settings.folder is not None and hasattr(trainer_cls, "_left_file"):
-            self._trainer._left_file = f"{str(self._settings.folder).rstrip('/')}/{self._settings.name}.pt"
-        if self._is_lasting:
-            self._kept_trainer = self._trainer._kept_by(self._keeper, self._note_fit)
+        if hasattr(trainer_cls, "_kept_by"):  # only trainers of classes can be saved or continued from outside
+            folder, note_fit = self._settings.folder, self._note_fit if self._is_lasting else None
+            left_file = None if folder is None else f"{str(folder).rstrip('/')}/{self._settings.name}.pt"
+            self._kept_trainer = self._trainer._kept_by(self._keeper, left_file, note_fit)
 
     def _kept(self, asked: CallRequest, value: Any) -> Any:
         if not isinstance(value, Iterator):

@@ -13,9 +13,11 @@ import torch
 
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, Run
 from raysgd.callbacks.checkpointing import INDEX_FILE
+from raysgd.core.cluster.keeper import Keeper
 from raysgd.exceptions import CallbackError
 from raysgd.testing import fail_save
 from raysgd.torch import TorchTrainer
+from raysgd.trainer.driver.kept_trainer import KeptTrainer
 from tests.helpers.s3_server import S3Server
 
 Make = Callable[..., TorchTrainer]
@@ -184,9 +186,11 @@ class TestResuming:
 class TestResumingBesideADetachedTrainer:
     """What the trainer's process saves in the folder of `raysgd.Detached`, by hand."""
 
+    def keep(self, trainer: TorchTrainer, file: Path) -> KeptTrainer:
+        return trainer._kept_by(Keeper("left", lambda group: None), str(file), note_fit=None)
+
     def leave(self, trainer: TorchTrainer, file: Path) -> None:
-        trainer._left_file = str(file)
-        trainer._save_left("it was not needed any more")
+        self.keep(trainer, file).save_left("it was not needed any more")
 
     @pytest.mark.parametrize(("num_saved", "num_left"), [(1, 2), (2, 1), (2, 2)])
     def test_the_file_with_more_epochs_is_taken(
@@ -197,7 +201,7 @@ class TestResumingBesideADetachedTrainer:
         left.fit(num_left)
         self.leave(left, tmp_path / "left.pt")
         trainer = make_local()
-        trainer._left_file = str(tmp_path / "left.pt")
+        self.keep(trainer, tmp_path / "left.pt")
         loaded = list[str]()
         load = trainer.load
         trainer.load = lambda path: (loaded.append(Path(path).name), load(path))  # type: ignore[method-assign]
@@ -208,7 +212,7 @@ class TestResumingBesideADetachedTrainer:
 
     def test_no_callback_has_to_find_checkpoints(self, make_local: Make, tmp_path: Path) -> None:
         trainer = make_local()
-        trainer._left_file = str(tmp_path / "left.pt")
+        self.keep(trainer, tmp_path / "left.pt")
         assert len(trainer.fit(1, resume_from="auto")) == 1
 
 

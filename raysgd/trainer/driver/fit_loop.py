@@ -108,18 +108,16 @@ class FitRun:
         trainer: The trainer, for callbacks and to save and load it.
         calls: Runs the trainer's calls.
         options: The user's arguments to `fit` or `epochs`.
-        left_file: File to which a detached trainer saves itself if it ends after its program has exited; None for other
-            trainers.
 
     Attributes:
         history: The history of this run.
         newest: The last checkpoint that was saved or loaded, or None.
     """
 
-    def __init__(self, trainer: Any, calls: TrainerCalls, options: FitOptions, left_file: str | None) -> None:
+    def __init__(self, trainer: Any, calls: TrainerCalls, options: FitOptions) -> None:
         answer_signal()
         life = self._life = calls.life
-        self._trainer, self._trainer_calls, self._options, self._left_file = trainer, calls, options, left_file
+        self._trainer, self._trainer_calls, self._options = trainer, calls, options
         self._leaving = Leaving(options.max_time)
         self._kept, life.fit_progress = life.fit_progress, None
         self._begun_before, life.begun_epoch = life.begun_epoch, None
@@ -179,7 +177,7 @@ class FitRun:
                 self._run.epochs = options.epochs + (life.of_first("epochs_done") if is_new else 0)
             if options.max_steps is not None:
                 self._max_step = options.max_steps + (self._global_step() if is_new else 0)
-        finds = left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
+        finds = life.left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
         if options.resume_from == AUTO and not finds:
             raise ValueError(
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
@@ -589,7 +587,7 @@ class FitRun:
     def _find_checkpoint(self) -> str | None:
         """Return the newest checkpoint that the callbacks, or a detached trainer, have saved. None if there is none."""
         newest = [each.newest_checkpoint(self._run) for each in self._callbacks]
-        locations, left = [str(location) for location in newest if location is not None], self._left_file
+        locations, left = [str(location) for location in newest if location is not None], self._life.left_file
         if left is not None and place_of(left)[0] >= 0:
             # `left` comes last, because `max` takes the first of equally new files. The callbacks' files also have the
             # callbacks' states.

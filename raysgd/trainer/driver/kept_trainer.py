@@ -1,16 +1,17 @@
-"""`KeptTrainer`: what a detached trainer stores for the process that continues it.
+"""`KeptTrainer`: what a detached trainer stores when it ends, and for a process that continues it.
 
-A detached trainer outlives the program that created it. If its own process ends too, a new process takes over the
-workers and these records.
+A detached trainer outlives the program that created it. It is saved when no program needs it any more. If its own
+process dies, a new process takes over the workers and the records of the trainer.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from raysgd.callbacks.sidecar import Sidecar, Sidecars
 from raysgd.core.cluster.keeper import Keeper
 from raysgd.core.history.accounts import Accounts
 from raysgd.core.history.history import BEGINNING
@@ -20,16 +21,32 @@ _RECORDS = "records:"
 
 
 class KeptTrainer:
-    """Records the settings, history and progress of a detached trainer, and restores them in a later process.
+    """Saves a detached trainer, and records its settings, history and progress, and restores them in a later process.
 
     Args:
         life: The trainer's workers and settings.
         keeper: Counts the trainer's calls that change the training state.
+        save: The trainer's method `save`.
     """
 
-    def __init__(self, life: TrainerLife, keeper: Keeper) -> None:
-        self._life, self._keeper = life, keeper
+    def __init__(self, life: TrainerLife, keeper: Keeper, save: Callable[[str], Any]) -> None:
+        self._life, self._keeper, self._save = life, keeper, save
         self._seen, self._settings = BEGINNING, life.settings
+
+    def save_left(self, reason: str) -> str | None:
+        """Save the trainer, which is about to end, so that a later `fit(resume_from="auto")` finds the file.
+
+        Return the path of the file. Do nothing and return None if the user's settings name no folder for it.
+
+        Args:
+            reason: Why the trainer ends. It becomes the `stop_reason` of the history.
+        """
+        file, history = self._life.left_file, self._life.recorder.history
+        if file is not None:
+            self._save(file)
+            history.stop_reason = reason
+            Sidecars().write(file, Sidecar(self._life.of_first("epochs_done"), history))
+        return file
 
     def changes(self) -> dict[str, bytes]:
         """Return the pickled entries to store for a later process, by name.

@@ -413,8 +413,10 @@ class TrainerLife:
         once: Remembers which warnings have been logged.
         writer: Writes files in background threads.
         saves: Writes the trainer's checkpoint files.
-        note_fit: In a detached trainer, the function that stores the progress of `fit` for a later process. Otherwise,
-            None.
+        left_file: File in which a detached trainer is saved if it ends after the program that started it has exited.
+            None for other trainers, and without a folder.
+        note_fit: In a detached trainer that another process could continue, the function that stores the progress of
+            `fit` for that process. Otherwise, None.
         fit_progress: Progress of an earlier process's `fit`, from which the next `fit` continues. Usually None.
         begun_epoch: Epoch that the last `fit` left unfinished. The next `fit` continues it if the state has not changed
             since.
@@ -445,6 +447,7 @@ class TrainerLife:
         self.once = Once()
         self.writer = BackgroundWriter()
         self.saves = FileSaves(self.controller, self.writer)
+        self.left_file: str | None = None
         self.note_fit: NoteProgress | None = None
         self.fit_progress: FitProgress | None = None
         self.begun_epoch: BegunEpoch | None = None

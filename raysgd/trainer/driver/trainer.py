@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from raysgd.callbacks.callback import Callback
-from raysgd.callbacks.sidecar import Sidecar, Sidecars
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.core.cluster.keeper import Keeper
@@ -78,8 +77,6 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
     min_workers: int
     spare_workers: int
     recovery: Recovery
-    _left_file: str | None = None
-    """File in which a detached trainer is saved if the trainer ends after the program that started it has exited."""
     _running_fit: weakref.ref[Any] | None = None
     """Reference to the iterator over the epochs of the last `fit`."""
 
@@ -96,30 +93,18 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         """The operator class. `reload` changes it."""
         return self._life.settings.training_operator_cls
 
-    def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
-        """Return an object that records changes of this trainer's settings and history.
-
-        If the process of a detached trainer ends, the trainer continues from these records in a new process.
+    def _kept_by(self, keeper: Keeper, left_file: str | None, note_fit: NoteProgress | None) -> KeptTrainer:
+        """Return the object with which the process of a detached trainer saves the trainer, and keeps records of it.
 
         Args:
             keeper: Counts the trainer's calls that change the training state.
-            note_fit: Function that stores the progress of `fit`.
+            left_file: See `TrainerLife`.
+            note_fit: See `TrainerLife`.
         """
         from raysgd.trainer.driver.kept_trainer import KeptTrainer  # imported here: only detached trainers need it
 
-        self._life.note_fit = note_fit
-        return KeptTrainer(self._life, keeper)
-
-    def _save_left(self, reason: str) -> None:
-        """Save a detached trainer that is about to end, so that a later `fit(resume_from="auto")` finds the file.
-
-        Args:
-            reason: Why the trainer ends. It becomes the `stop_reason` of the history.
-        """
-        assert self._left_file is not None, "it has a folder"
-        self.save(self._left_file)
-        self.history.stop_reason = reason
-        Sidecars().write(self._left_file, Sidecar(self._life.of_first("epochs_done"), self.history))
+        self._life.left_file, self._life.note_fit = left_file, note_fit
+        return KeptTrainer(self._life, keeper, self.save)
 
     @overload
     def train(
@@ -431,7 +416,7 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         """Check the arguments of `fit` or `epochs`. Return the run's history, and the iterator over its epochs."""
         options = FitOptions(**{name: value for name, value in arguments.items() if name != "self"})
         self._refuse_inside_fit("fit")
-        fit = FitRun(self, self._calls, options, self._left_file)
+        fit = FitRun(self, self._calls, options)
         rows = fit.rows()
         self._running_fit = weakref.ref(rows)
         return fit.history, rows
