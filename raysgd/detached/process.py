@@ -459,10 +459,9 @@ class TrainerProcess:
     def _make(self, asked: CallRequest) -> None:
         (trainer_cls, *args), kwargs = unpacked_arguments(asked.arguments)
         self._trainer = trainer_cls(*args, **kwargs)
-        if hasattr(trainer_cls, "_kept_by"):  # only trainers of classes can be saved or continued from outside
-            folder, note_fit = self._settings.folder, self._note_fit if self._is_lasting else None
-            left_file = None if folder is None else f"{str(folder).rstrip('/')}/{self._settings.name}.pt"
-            self._kept_trainer = self._trainer._kept_by(self._keeper, left_file, note_fit)
+        folder, note_fit = self._settings.folder, self._note_fit if self._is_lasting else None
+        left_file = None if folder is None else f"{str(folder).rstrip('/')}/{self._settings.name}.pt"
+        self._kept_trainer = self._trainer._kept_by(self._keeper, left_file, note_fit)
 
     def _kept(self, asked: CallRequest, value: Any) -> Any:
         if not isinstance(value, Iterator):

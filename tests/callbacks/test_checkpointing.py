@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from raysgd.core.cluster.keeper import Keeper
 from raysgd.exceptions import CallbackError
 from raysgd.testing import fail_save
 from raysgd.torch import TorchTrainer
-from raysgd.trainer.driver.kept_trainer import KeptTrainer
 from tests.helpers.s3_server import S3Server
+
+if TYPE_CHECKING:  # the tests of the rest run without it, too
+    from raysgd.trainer.driver.kept_trainer import KeptTrainer
 
 Make = Callable[..., TorchTrainer]
 

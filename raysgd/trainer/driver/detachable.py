@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raysgd.core.cluster.keeper import Keeper
     from raysgd.detached.protocol import Detached
 
 
@@ -21,6 +22,20 @@ class Detachable:
     def _settle(options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the options with defaults that depend on the cluster, once Ray is connected."""
         return options
+
+    def _kept_by(self, keeper: Keeper, left_file: str | None, note_fit: Callable[[Any], None] | None) -> Any:
+        """Return the object with which the process of a detached trainer saves the trainer, and keeps records of it.
+
+        Return None if this type of trainer can neither be saved nor continued by the library.
+
+        Args:
+            keeper: Counts the trainer's calls that change the training state.
+            left_file: File in which the trainer is saved if it ends after the program that started it has exited. None
+                if it is not saved.
+            note_fit: Function that stores the progress of `fit` for another process. None if no other process can
+                continue this trainer.
+        """
+        return None
 
     if not TYPE_CHECKING:  # type checkers should see only `__init__` with its typed arguments
 

@@ -94,13 +94,6 @@ class ClassTrainer(Detachable, ABC, Generic[AnyOperatorT]):
         return self._life.settings.training_operator_cls
 
     def _kept_by(self, keeper: Keeper, left_file: str | None, note_fit: NoteProgress | None) -> KeptTrainer:
-        """Return the object with which the process of a detached trainer saves the trainer, and keeps records of it.
-
-        Args:
-            keeper: Counts the trainer's calls that change the training state.
-            left_file: See `TrainerLife`.
-            note_fit: See `TrainerLife`.
-        """
         from raysgd.trainer.driver.kept_trainer import KeptTrainer  # imported here: only detached trainers need it
 
         self._life.left_file, self._life.note_fit = left_file, note_fit
