@@ -425,8 +425,7 @@ class TrainerCalls:
 
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
     """Return the batch size of one worker for predictions. Take it from the config if possible, else use a default."""
-    options = settings.batch_options
-    config = options.config_for(settings.config, num_workers)
+    config, options = settings.config_for(num_workers), settings.batch_options
     return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
 
