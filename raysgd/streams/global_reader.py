@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,124 +37,6 @@ _NUM_SHOWN = 2
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
     """Stand in for the function that sums numbers over ranks if there is only one rank. The numbers stay unchanged."""
     return lambda: numbers
-
-
-class LaneEnds:
-    """Decides how many rows each lane contributes to a global batch (deals the rows), and finds out where lanes end.
-
-    If the lengths of shards are unknown, each rank looks ahead in the lanes that it watches, and sends the other ranks
-    what it has found. The other ranks sometimes receive this only several global batches later.
-
-    Args:
-        of_pass: The pass over the stream.
-        begin: Position in the pass at which reading starts.
-        watched: The lanes that this rank watches.
-        start_sum: Function that starts to sum numbers over all ranks.
-
-    Attributes:
-        counts: Number of rows that global batches have taken from each lane. Counted from the start of the pass if the
-            lengths of lanes are known, and otherwise from `begin`.
-        num_rows: Number of rows in all global batches of the pass so far.
-    """
-
-    def __init__(self, of_pass: StreamPass, begin: StreamPosition, watched: range, start_sum: StartSum) -> None:
-        num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
-        self._watched, self._start_sum = watched, start_sum
-        self.num_rows, self._turn = begin.num_rows, begin.turn
-        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # for each lane: rows dealt, and rows seen so far
-        if self._is_known:
-            self.counts, self._turn = deal(begin.num_rows, of_pass.lengths, turn=0)
-            self._seen_to = of_pass.lengths
-        self._is_dry = [self._is_known] * num_lanes  # for each lane: True if it has no more rows than those seen
-        self._known_at: Sequence[int] = self.counts
-        self._known = begin.lanes or (LanePosition(),) * num_lanes
-        self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
-
-    def num_seen(self, num_rows: int) -> int:
-        """Return how many rows to look ahead in each lane to find `num_rows` rows in total.
-
-        Return 0 if the lengths of lanes are known, so that there is no need to look ahead.
-        """
-        if self._is_known:
-            return 0
-        return -(-num_rows // max(1, sum(num_left > 0 for num_left in self.left))) + 1
-
-    @property
-    def left(self) -> list[int]:
-        """For each lane, the number of rows that are left. `ENDLESS` if its end is unknown."""
-        lanes = zip(self._is_dry, self._seen_to, self.counts, strict=True)
-        return [seen - count if dry else ENDLESS for dry, seen, count in lanes]
-
-    def see(self, counts: Sequence[int], num_rows: int, found: Sequence[tuple[int, LanePosition]]) -> None:
-        """Send the other ranks how many rows are left in the lanes that this rank watches.
-
-        All ranks must call this method after the same global batch.
-
-        Args:
-            counts: Number of rows that global batches have taken from each lane so far.
-            num_rows: Number of rows by which this rank has looked ahead in each lane that it watches.
-            found: For each lane that this rank watches, the number of rows that are left, at most `num_rows`, and the
-                position in the lane.
-        """
-        numbers = np.zeros((len(self.counts), 1 + len(LanePosition._fields)), np.int64)
-        for lane, (num_left, position) in zip(self._watched, found, strict=True):
-            numbers[lane] = num_left, *position
-        self._told.append((counts, num_rows, self._start_sum(numbers)))
-
-    def hear(self) -> None:
-        """Receive what the other ranks have sent in all calls to `see` so far."""
-        while self._told:
-            counts, num_rows, wait = self._told.popleft()
-            num_left, *lanes = wait().T.tolist()
-            for lane, (count, number) in enumerate(zip(counts, num_left, strict=True)):
-                self._seen_to[lane] = max(self._seen_to[lane], count + number)
-                self._is_dry[lane] |= number < num_rows
-            if sum(counts) >= sum(self._known_at):
-                self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
-
-    def deal(self, num_rows: int, look: Callable[[int], None]) -> list[int]:
-        """Decide how many rows each lane contributes to the next global batch, and return these numbers.
-
-        Args:
-            num_rows: Number of rows in the global batch. The last global batch of the pass may have fewer rows.
-            look: Function that looks ahead by a given number of rows in each lane that this rank watches, and calls
-                `see`. It is called if the end of a lane is unknown, and the lane must contribute all rows that the
-                ranks have seen in it, or more.
-        """
-        self.hear()
-        while True:
-            dealt, turn = deal(num_rows, self.left, self._turn)
-            after = [count + more for count, more in zip(self.counts, dealt, strict=True)]
-            # Accept these numbers only if, for each lane, the end is known or a row beyond the lane's contribution was
-            # seen. Otherwise, the lane may end within its contribution or right after it. All ranks have the same
-            # information here, so they decide the same.
-            if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
-                break
-            look(2 * max(dealt) + 1)
-            self.hear()
-        self.counts, self._turn = after, turn
-        self.num_rows += sum(dealt)
-        return dealt
-
-    def position(self) -> StreamPosition:
-        """Return the position in the pass after the most recently dealt global batch.
-
-        If the lengths of lanes are unknown, the position includes a position in each lane. These are computed from the
-        positions that the ranks have exchanged.
-        """
-        if self._is_known:
-            return StreamPosition(self.num_rows, self._turn)
-        passed = (count - known for count, known in zip(self.counts, self._known_at, strict=True))
-        lanes = (lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True))
-        return StreamPosition(self.num_rows, self._turn, tuple(lanes))
-
-    @property
-    def places(self) -> Sequence[Place]:
-        """For each lane, the place after the most recently dealt global batch.
-
-        This is the number of rows taken from the lane if the lengths of lanes are known, and otherwise a position.
-        """
-        return self.position().lanes or self.counts
 
 
 class StreamBatch(NamedTuple):
@@ -190,6 +71,10 @@ class _GlobalBatch(NamedTuple):
 class GlobalReader:
     """Yields the batches of one worker in a pass over a stream.
 
+    It decides how many rows each lane contributes to a global batch (deals the rows), and finds out where lanes end. If
+    the lengths of shards are unknown, each rank looks ahead in the lanes that it watches, and sends the other ranks
+    what it has found. The other ranks sometimes receive this only several global batches later.
+
     Args:
         of_pass: The pass over the stream.
         shares: Splits global batches among workers.
@@ -211,8 +96,19 @@ class GlobalReader:
         pad: bool = True,
     ) -> None:
         self._stream, self._shares, self._rank, self._pad = of_pass.stream, shares, rank, pad
-        self._loading = loading
-        self._ends = LaneEnds(of_pass, begin, loading.watched, start_sum)
+        self._loading, self._start_sum = loading, start_sum
+        num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
+        self._num_rows, self._turn = begin.num_rows, begin.turn
+        # For each lane, the number of rows that global batches have taken, and of rows seen so far. They are counted
+        # from the start of the pass if the lengths of lanes are known, and otherwise from `begin`.
+        self._counts, self._seen_to = [0] * num_lanes, [0] * num_lanes
+        if self._is_known:
+            self._counts, self._turn = deal(begin.num_rows, of_pass.lengths, turn=0)
+            self._seen_to = of_pass.lengths
+        self._is_dry = [self._is_known] * num_lanes  # for each lane: True if it has no more rows than those seen
+        self._known_at: Sequence[int] = self._counts
+        self._known = begin.lanes or (LanePosition(),) * num_lanes
+        self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
         self._is_over = False
         self._has_rows, self._last_batch = False, None
         self._ordered: deque[_GlobalBatch] = deque()
@@ -220,61 +116,88 @@ class GlobalReader:
 
     def __iter__(self) -> Iterator[StreamBatch]:
         """Yield the worker's batches for the rest of the pass."""
-        with ExitStack() as last:
-            last.callback(self._loading.end_loading)
-            num_seen = self._ends.num_seen(self._rows_ahead)
-            if num_seen:
-                self._look(num_seen)
+        try:
+            if not self._is_known:
+                self._look(self._num_to_see)
             while True:
                 while not self._is_over and len(self._ordered) <= self._loading.num_ahead:
-                    self._deal()
+                    self._order()
                 if not self._ordered:
                     return
                 whole, made = self._ordered.popleft(), self._made.popleft() if self._made else self._loading.receive()
                 if whole.num_seen:  # start the communication now, so that it runs while the worker trains
-                    self._ends.see(whole.counts, whole.num_seen, made.found)
+                    self._see(whole.counts, whole.num_seen, made)
                 if whole.ends_pass and self._stream.skips:  # hear from all ranks, to include all skipped rows
-                    self._ends.hear()
-                    whole = whole._replace(after=self._ends.position())
+                    self._hear()
+                    whole = whole._replace(after=self._position())
                 yield from self._batches(whole, made)
+        finally:
+            self._loading.end_loading()
 
     @property
-    def _rows_ahead(self) -> int:
-        """Number of rows to look ahead after a global batch, in all lanes together.
+    def _num_to_see(self) -> int:
+        """Number of rows to look ahead after a global batch, in each lane. 0 if the lengths of lanes are known.
 
         What a rank finds reaches the other ranks only after more global batches were requested. The number is large
         enough for these global batches.
         """
-        return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
+        if self._is_known:
+            return 0
+        num_rows = self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
+        return -(-num_rows // max(1, sum(num_left > 0 for num_left in self._left))) + 1
 
-    def _deal(self) -> None:
+    @property
+    def _left(self) -> list[int]:
+        """For each lane, the number of rows that are left. `ENDLESS` if its end is unknown."""
+        lanes = zip(self._is_dry, self._seen_to, self._counts, strict=True)
+        return [seen - count if dry else ENDLESS for dry, seen, count in lanes]
+
+    def _order(self) -> None:
         """Decide how many rows each lane contributes to the next global batch, and request this worker's rows.
 
         If the pass has ended, request nothing.
         """
-        stream, most, places = self._stream, self._shares.global_size, self._ends.places
-        wanted = most if stream.limit is None else min(most, stream.limit - self._ends.num_rows)
-        dealt = self._ends.deal(wanted, self._look)
+        stream, most, places = self._stream, self._shares.global_size, self._places
+        dealt = self._deal(self._limited(most))
         num_rows = sum(dealt)
-        is_full = num_rows == most
-        if not num_rows or (stream.drop_last and not is_full):
+        if not num_rows or (stream.drop_last and num_rows < most):
             self._is_over = True
             return
-        self._is_over = not is_full or self._ends_here()
-        num_seen = 0 if self._is_over and not stream.skips else self._ends.num_seen(self._rows_ahead)
+        self._is_over = num_rows < most or self._limited(sum(self._left)) < (most if stream.drop_last else 1)
+        num_seen = 0 if self._is_over and not stream.skips else self._num_to_see
         parts = self._shares.parts(num_rows, self._rank)
         self._loading.order(
             BatchOrder([self._wanted(dealt, start, stop) for start, stop, _ in parts], dealt, places, num_seen)
         )
-        after, counts = self._ends.position(), self._ends.counts
-        self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
+        self._ordered.append(_GlobalBatch(parts, self._counts, num_seen, self._is_over, self._position()))
 
-    def _ends_here(self) -> bool:
-        """Return True if it is known that the most recently requested global batch is the last of the pass."""
-        stream, num_left = self._stream, sum(self._ends.left)
-        if stream.limit is not None:
-            num_left = min(num_left, stream.limit - self._ends.num_rows)
-        return num_left < (self._shares.global_size if stream.drop_last else 1)
+    def _limited(self, num_rows: int) -> int:
+        """Return how many of the next `num_rows` rows are in the pass, which `take` may limit."""
+        return num_rows if self._stream.limit is None else min(num_rows, self._stream.limit - self._num_rows)
+
+    def _deal(self, num_rows: int) -> list[int]:
+        """Decide how many rows each lane contributes to the next global batch, and return these numbers.
+
+        If the end of a lane is unknown, and the lane must contribute all rows that the ranks have seen in it, or more,
+        look further ahead.
+
+        Args:
+            num_rows: Number of rows in the global batch. The last global batch of the pass may have fewer rows.
+        """
+        self._hear()
+        while True:
+            dealt, turn = deal(num_rows, self._left, self._turn)
+            after = [count + more for count, more in zip(self._counts, dealt, strict=True)]
+            # Accept these numbers only if, for each lane, the end is known or a row beyond the lane's contribution was
+            # seen. Otherwise, the lane may end within its contribution or right after it. All ranks have the same
+            # information here, so they decide the same.
+            if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
+                break
+            self._look(2 * max(dealt) + 1)
+            self._hear()
+        self._counts, self._turn = after, turn
+        self._num_rows += sum(dealt)
+        return dealt
 
     def _wanted(self, dealt: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
         """Return which rows of each lane this worker reads for a batch.
@@ -295,11 +218,56 @@ class GlobalReader:
         Args:
             num_rows: Number of rows to look ahead, after the rows of all global batches so far.
         """
-        counts, places = self._ends.counts, self._ends.places
         while len(self._made) < len(self._ordered):
             self._made.append(self._loading.receive())
-        self._loading.order(BatchOrder((), [0] * len(counts), places, num_rows))
-        self._ends.see(counts, num_rows, self._loading.receive().found)
+        self._loading.order(BatchOrder((), [0] * len(self._counts), self._places, num_rows))
+        self._see(self._counts, num_rows, self._loading.receive())
+
+    def _see(self, counts: Sequence[int], num_rows: int, made: MadeBatches) -> None:
+        """Send the other ranks how many rows are left in the lanes that this rank watches, and the positions there.
+
+        All ranks must call this method after the same global batch.
+
+        Args:
+            counts: Number of rows that global batches have taken from each lane so far.
+            num_rows: Number of rows by which this rank has looked ahead in each lane that it watches.
+            made: The answer with what it has found.
+        """
+        numbers = np.zeros((len(self._counts), 1 + len(LanePosition._fields)), np.int64)
+        for lane, (num_left, position) in zip(self._loading.watched, made.found, strict=True):
+            numbers[lane] = num_left, *position
+        self._told.append((counts, num_rows, self._start_sum(numbers)))
+
+    def _hear(self) -> None:
+        """Receive what the other ranks have sent in all calls to `_see` so far."""
+        while self._told:
+            counts, num_rows, wait = self._told.popleft()
+            num_left, *lanes = wait().T.tolist()
+            for lane, (count, number) in enumerate(zip(counts, num_left, strict=True)):
+                self._seen_to[lane] = max(self._seen_to[lane], count + number)
+                self._is_dry[lane] |= number < num_rows
+            if sum(counts) >= sum(self._known_at):
+                self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
+
+    def _position(self) -> StreamPosition:
+        """Return the position in the pass after the most recently dealt global batch.
+
+        If the lengths of lanes are unknown, the position includes a position in each lane. These are computed from the
+        positions that the ranks have exchanged.
+        """
+        if self._is_known:
+            return StreamPosition(self._num_rows, self._turn)
+        passed = (count - known for count, known in zip(self._counts, self._known_at, strict=True))
+        lanes = (lane._replace(skip=lane.skip + more) for lane, more in zip(self._known, passed, strict=True))
+        return StreamPosition(self._num_rows, self._turn, tuple(lanes))
+
+    @property
+    def _places(self) -> Sequence[Place]:
+        """For each lane, the place after the most recently dealt global batch.
+
+        This is the number of rows taken from the lane if the lengths of lanes are known, and otherwise a position.
+        """
+        return self._position().lanes or self._counts
 
     def _batches(self, whole: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
         for batch, (start, _, plan) in zip(made.batches, whole.parts, strict=True):

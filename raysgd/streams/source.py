@@ -305,7 +305,7 @@ class StreamSource:
                 self._note(batch)
             if self.num_shards:
                 plan = with_seeds(plan, self.seed, of_pass.pass_index, consumed, batch.start)
-            yield self._planned(batch, plan, is_last and batch.after.num_rows == self._end)
+            yield self._planned(batch, plan, is_last and batch.ends_pass)
             if is_last:
                 consumed = batch.after.num_rows
         self._end = consumed
