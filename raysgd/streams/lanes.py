@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
-from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, Stream, total, warn_of_row
+from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, total, warn_of_row
 
 logger = logging.getLogger(__name__)
 
@@ -383,8 +383,7 @@ class OpenShards:
     """
 
     def __init__(self, of_pass: StreamPass, expected: Collection[int]) -> None:
-        self._stream, self._skips, self._shards = of_pass.stream.source, of_pass.stream.skips, of_pass.shards
-        self._parts, self._expected, self._block = of_pass.parts, expected, of_pass.block
+        self._pass, self._expected = of_pass, expected
         # For each shard that several lanes read: its open readings, with the most recently used reading last.
         self._readings: dict[int, list[_Reading]] = {}
 
@@ -399,7 +398,8 @@ class OpenShards:
             StreamError: The shard cannot be read, or its number of rows differs from `Shard.num_rows`.
         """
         if part.step == 1:
-            return numbered_rows(self._stream.open, self._shards[part.shard], start, self._skips)
+            stream = self._pass.stream
+            return numbered_rows(stream.source.open, self._pass.shards[part.shard], start, stream.skips)
         return self._dealt(part, part.next_row(start))
 
     def _dealt(self, part: LanePart, at: int) -> Iterator[Numbered]:
@@ -418,21 +418,13 @@ class OpenShards:
         readings = self._readings.setdefault(part.shard, [])
         reading = next((each for each in reversed(readings) if each.has(part.first, at)), None)
         if reading is None:
-            reading = self._new(part, at)
+            ends = [self._pass.parts[lane][-1] for lane in self._expected]
+            reading = _Reading(self._pass, part, at, {each.first for each in ends if each.shard == part.shard})
             del readings[: 1 - _MOST_READINGS]
         else:
             readings.remove(reading)
         readings.append(reading)
         return reading
-
-    def _new(self, part: LanePart, at: int) -> _Reading:
-        ends = [self._parts[lane][-1] for lane in self._expected]
-        readers = {each.first for each in ends if each.shard == part.shard}
-        # Start some rows before the one that is needed now. The other lanes of this shard may still need earlier rows,
-        # because the lanes take turns and each reads many rows at a time.
-        start = max(0, (at // part.step - self._block) * part.step)
-        num_kept = 2 * self._block + _NUM_KEPT
-        return _Reading(self._stream, self._shards[part.shard], start, self._skips, part.step, readers, num_kept)
 
 
 class _Reading:
@@ -441,22 +433,22 @@ class _Reading:
     Rows are kept in a buffer until their lanes need them.
 
     Args:
-        stream: The stream that has the shard.
-        shard: The shard.
-        start: Number of the row at which reading begins.
-        skips: Whether to skip rows that cannot be read.
-        step: Number of lanes that share the shard. Each of these lanes takes every `step`-th row.
+        of_pass: The pass over the stream.
+        part: The rows that one of these lanes takes from the shard.
+        at: Number of the row that this lane needs now. Reading begins some rows before it, because the lanes take turns
+            and each reads many rows at a time, so that the other lanes may still need earlier rows.
         readers: The lanes for which rows are kept. A lane is identified by the number of its first row in the shard.
-        num_kept: Maximum number of rows to keep for each lane.
     """
 
-    def __init__(
-        self, stream: Stream, shard: Shard, start: int, skips: bool, step: int, readers: Collection[int], num_kept: int
-    ) -> None:
-        self._stream, self._step, self._num_kept, self._next = stream, step, num_kept, start
+    def __init__(self, of_pass: StreamPass, part: LanePart, at: int, readers: Collection[int]) -> None:
+        self._stream, self._step = of_pass.stream.source, part.step
+        self._num_kept = 2 * of_pass.block + _NUM_KEPT  # for each lane
+        self._next = max(0, (at // part.step - of_pass.block) * part.step)
         self._waiting: dict[int, deque[Numbered]] = {first: deque() for first in readers}
         # To skip rows, read all of them (with `open`), so that all workers find the same rows unreadable.
-        self._source = numbered_rows(stream.open if skips else self._open_some, shard, start, skips)
+        skips = of_pass.stream.skips
+        opens = self._stream.open if skips else self._open_some
+        self._source = numbered_rows(opens, of_pass.shards[part.shard], self._next, skips)
 
     def _open_some(self, name: str, number: int) -> Iterator[Any]:
         return self._stream.open_some(name, number, lambda row: row % self._step in self._waiting)
