@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.arguments import answer_mistakes, check_seed
-from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan
+from raysgd.core.arrays.division import BETWEEN_BATCHES, BatchPlan, Division
 from raysgd.core.arrays.user_data import RayLoader, ray_batches
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.streams.source import StreamData
+from raysgd.streams.source import StreamData, stream_data
 from raysgd.streams.stream import Stream
-from raysgd.tf.data.sources import as_batch, data_of, dataset_of, dataset_over, inputs
+from raysgd.tf.data.sources import as_batch, dataset_of, dataset_over, inputs
 from raysgd.tf.fit import FitStream
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, num_samples, zeros
@@ -355,7 +355,7 @@ class TrainingOperator(BaseOperator):
                 reason = self._raysgd.context.settings.obstacle_of_streams
                 if reason is not None:
                     raise InvalidRegistrationError(f"`register_data({name}_dataset=...)` got {reason}")
-                streams[name] = data_of(dataset, name, self._raysgd.context.world)
+                streams[name] = stream_data(dataset, name, Division, self._raysgd.context.world.size)
                 by_name[name] = dataset_of(dataset)
             elif dataset is not None:
                 check_dataset(f"{name}_dataset", dataset)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from raysgd.core.arrays import trees, user_data
-from raysgd.core.arrays.division import NO_BATCH, Division, PlannedBatch, plan_of
+from raysgd.core.arrays.division import NO_BATCH, PlannedBatch, plan_of
 from raysgd.core.arrays.user_data import (
     Arrays,
     BatchForm,
@@ -34,7 +34,7 @@ from raysgd.core.connections.group import EarlyVotes, Group
 from raysgd.core.engine.shared.types import World
 from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.streams.loaders import ArrayCollate
-from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, check_batched, stream_data
+from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, check_batched
 from raysgd.streams.stream import Stream
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding, prepare_dataset_shard
@@ -114,24 +114,17 @@ class TFDividedSource:
         sharding: "global" if a batch is a global batch, "worker" if a batch is for one worker.
         world: This rank and the number of ranks.
         pads: Whether a rank without samples gets padding, so that it takes part in the step. Training requires this.
-        num_global: With "worker" sharding, how many of the dataset's batches a step takes. Default: the number of
-            workers.
+        num_global: With "worker" sharding, how many of the dataset's batches a step takes.
         seed: Seed that determines the order of a shuffled dataset.
     """
 
     is_divided, left_out = True, 0
 
     def __init__(
-        self,
-        passes: Passes,
-        sharding: Sharding,
-        world: World,
-        pads: bool,
-        num_global: int | None = None,
-        seed: int | None = None,
+        self, passes: Passes, sharding: Sharding, world: World, pads: bool, num_global: int, seed: int
     ) -> None:
-        self._passes, self._sharding, self._world, self._pads, self._seed = passes, sharding, world, pads, seed
-        self._num_global = world.size if num_global is None else num_global
+        self._passes, self._sharding, self._world, self._pads = passes, sharding, world, pads
+        self._num_global, self._seed = num_global, seed
 
     def join(self, ranks: Any) -> None:
         """Do nothing, because the ranks compute their shards of the dataset without communication."""
@@ -265,17 +258,6 @@ class TFRanks:
             return lambda: numbers
 
         return start
-
-
-def data_of(stream: Stream, name: str, world: World) -> StreamData:
-    """Check a registered stream, read its list of shards, and return both as a `StreamData`.
-
-    Args:
-        stream: The stream that the user registered.
-        name: "train" or "validation".
-        world: This rank and the number of ranks.
-    """
-    return stream_data(stream, name, Division, world.size)
 
 
 def source_of(data: StreamData, ranks: TFRanks, seed: int) -> StreamSource:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+from raysgd.core.arrays.division import Division
 from raysgd.core.arrays.user_data import CallData, RayLoader, RepeatedBatches
 from raysgd.core.connections import tensorflow as connections
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import NoDataError
-from raysgd.streams.source import StreamData
+from raysgd.streams.source import StreamData, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.tf.data import sources
 from raysgd.tf.fit import FitStream
@@ -79,39 +80,35 @@ class TFFeed(feed.DataFeed):
             self._passes[name] = sources.Passes(getattr(self._operator_of(), f"{name}_dataset"))
         return self._passes[name]
 
-    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> sources.TFSource:
-        share, world = self.data_of_call[name], self._world
-        votes = connections.votes() if training and world.is_distributed else None
-        dataset = self.made_of_call[name]
-        if isinstance(dataset, Stream):
-            return sources.source_of(sources.data_of(dataset, name, world), self._ranks, self._seed)
-        if not share.goes_to_all or not datasets.is_divided(dataset):
-            return sources.OwnSource(dataset, votes)
-        internals = self._operator_of()._raysgd
-        is_of_worker = share.kind == "rows" and not internals.context.settings.batch_options.split_batches
-        sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
-        return sources.TFDividedSource(sources.Passes(dataset), sharding, world, pads=training)
+    def _source(self, name: str, request: EpochRequest, *, training: bool) -> sources.TFSource:
+        operator, world = self._operator_of(), self._world
+        internals = operator._raysgd
+        share = None if request.shard_key is None else self.data_of_call[name]
+        if share is None:
+            dataset: Any = internals.data.streams.get(name) or getattr(operator, f"{name}_dataset")
+        else:
+            made = self.made_of_call[name]
+            dataset = stream_data(made, name, Division, world.size) if isinstance(made, Stream) else made
+        if isinstance(dataset, StreamData):
+            return sources.source_of(dataset, self._ranks, self._seed)
+        if dataset is None:
+            return sources.OwnSource(RepeatedBatches(partial(_refuse_missing, f"{name}_dataset")), None)
+        if (share is not None and not share.goes_to_all) or not datasets.is_divided(dataset):
+            return sources.OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
+        sharding: datasets.Sharding = internals.data.sharding
+        if share is None:
+            passes, num_global = self._passes_of(name), self._num_global or world.size
+        else:
+            passes, num_global = sources.Passes(dataset), world.size
+            if share.kind == "rows" and not internals.context.settings.batch_options.split_batches:
+                sharding = "worker"
+        return sources.TFDividedSource(passes, sharding, world, training, num_global, self._seed)
 
     def _make(self, name: str, share: CallData) -> Any:
         return sources.batches_of(share, self._world.is_distributed)
 
     def ray_loader(self, name: str) -> RayLoader | None:
         return self._operator_of()._raysgd.data.ray_loaders.get(name)
-
-    def _source(self, name: str, request: EpochRequest, *, training: bool) -> sources.TFSource:
-        operator, world = self._operator_of(), self._world
-        dataset, stream = getattr(operator, f"{name}_dataset"), operator._raysgd.data.streams.get(name)
-        if stream is not None:
-            return sources.source_of(stream, self._ranks, self._seed)
-        if dataset is None:
-            return sources.OwnSource(RepeatedBatches(partial(_refuse_missing, f"{name}_dataset")), None)
-        if datasets.is_divided(dataset):
-            passes, num_global = self._passes_of(name), self._num_global or world.size
-            sharding = operator._raysgd.data.sharding
-            return sources.TFDividedSource(
-                passes, sharding, world, pads=training, num_global=num_global, seed=self._seed
-            )
-        return sources.OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_rank(self, world: World) -> None:
         """Reshard the remaining data of the pass after this replica has joined another group.

@@ -420,18 +420,26 @@ class TorchFeed(DataFeed):
         data = self._data_of("train")
         return data if isinstance(data, StreamData) else None
 
-    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
+    def _source(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
+        is_of_call, seed = request.shard_key is not None, request.seed
+        data = self._data_of_call(name, training) if is_of_call else self._data_of(name)
+        if data is None:
+            return PlainSource(RepeatedBatches(partial(_refuse_missing, name)))
+        if isinstance(data, StreamData):
+            return StreamSource(data, self._ranks, seed, TensorCollate())
+        if isinstance(data, ShardedLoader):
+            return DividedLoaderSource(data, seed_hint_of(self.made_of_call[name], seed) if is_of_call else seed)
+        loader = data.loader if isinstance(data, UndividedLoader) else data
+        return PlainSource(loader, is_in_lockstep=training and self._parallel.sync.averages)
+
+    def _data_of_call(self, name: str, training: bool) -> ShardedLoader | StreamData | Any:
         loader, ranks = self.made_of_call[name], self._ranks
         if isinstance(loader, Stream):
             assert self.rule is not None, "checked in the driver"
-            made = stream_data(loader, name, self.rule.of_streams, ranks.world_size)
-            return self._stream_source(made, request.seed)
-        data = loader
+            return stream_data(loader, name, self.rule.of_streams, ranks.world_size)
         if self.data_of_call[name].goes_to_all:
-            data = call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
-        if isinstance(data, ShardedLoader):
-            return DividedLoaderSource(data, seed_hint_of(loader, request.seed))
-        return self._plain_source(data, training)
+            return call_data.divided(loader, ranks.rank, ranks.world_size, training, self.rule)
+        return loader
 
     def _make(self, name: str, share: CallData) -> Any:
         return call_data.batches_of(share, self.collate_fn(name), self._make_batch)
@@ -450,22 +458,6 @@ class TorchFeed(DataFeed):
     def ray_loader(self, name: str) -> RayLoader | None:
         loader = getattr(self._data_of(name), "loader", None)
         return loader if isinstance(loader, RayLoader) else None
-
-    def _source(self, name: str, request: EpochRequest, *, training: bool) -> LoaderSource:
-        data = self._data_of(name)
-        if data is None:
-            return PlainSource(RepeatedBatches(partial(_refuse_missing, name)))
-        if isinstance(data, ShardedLoader):
-            return DividedLoaderSource(data, request.seed)
-        if isinstance(data, StreamData):
-            return self._stream_source(data, request.seed)
-        return self._plain_source(data.loader, training)
-
-    def _stream_source(self, data: StreamData, seed: int) -> StreamSource:
-        return StreamSource(data, self._ranks, seed, TensorCollate())
-
-    def _plain_source(self, loader: Any, training: bool) -> PlainSource:
-        return PlainSource(loader, is_in_lockstep=training and self._parallel.sync.averages)
 
     def take_rank(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
         """Reshard the registered data after the number of workers has changed.

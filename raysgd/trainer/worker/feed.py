@@ -207,17 +207,7 @@ class DataFeed(ABC):
 
     @abstractmethod
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> Any:
-        """Return the source of batches for the data that the operator registered.
-
-        Args:
-            name: "train" or "validation".
-            request: The driver's request.
-            training: Whether the batches are used for training.
-        """
-
-    @abstractmethod
-    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> Any:
-        """Return the source of batches for the data that the user passed to this call.
+        """Return the source of batches for the data that the user passed to this call, or else for the registered data.
 
         Args:
             name: "train" or "validation".
@@ -237,7 +227,7 @@ class DataFeed(ABC):
     def _open_validation(self, request: EpochRequest) -> Any:
         """Return a cursor of the validation data, from the first batch on."""
         is_of_call = request.shard_key is not None
-        source = (self._source_of_call if is_of_call else self._source)("validation", request, training=False)
+        source = self._source("validation", request, training=False)
         has_one_pass = (is_of_call or self.ray_loader("validation") is not None) and not source.is_divided
         return DataCursor(source, lambda: 0, has_one_pass, self.looks_ahead)
 
@@ -357,7 +347,7 @@ class DataFeed(ABC):
         If an earlier call on the same data stopped before the end, the cursor continues from there.
         """
         if self._call_cursor is None:
-            source = self._source_of_call("train", request, training=True)
+            source = self._source("train", request, training=True)
             cursor = DataCursor(source, lambda: self.epoch - 1, looks_ahead=self.looks_ahead)
             share = self.data_of_call["train"]
             _go_to(cursor, share.place)

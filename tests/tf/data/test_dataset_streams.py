@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core.arrays.division import NO_BATCH, BatchPlan, PlannedBatch, plan_of
+from raysgd.core.arrays.division import NO_BATCH, BatchPlan, Division, PlannedBatch, plan_of
 from raysgd.core.engine.shared.types import SamplesUsed, World
 from raysgd.data import IterableStream
 from raysgd.exceptions import StreamError
+from raysgd.streams.source import stream_data
 from raysgd.tf.data.sources import (
     OwnSource,
     Passes,
     TFDividedSource,
     TFRanks,
-    data_of,
     dataset_of,
     lockstep_dataset,
     source_of,
@@ -62,7 +62,7 @@ def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pa
     import tensorflow as tf
 
     passes = Passes(tf.data.Dataset.range(10).batch(4))
-    stream = stream_of(TFDividedSource(passes, "global", World(1, 2), pads=True))
+    stream = stream_of(TFDividedSource(passes, "global", World(1, 2), pads=True, num_global=2, seed=0))
     ledgers = []
     batches = take(stream, None, lambda is_last: ledgers.append(stream.samples_used()))
     assert next(batches).numpy().tolist() == [2, 3]
@@ -81,7 +81,7 @@ def test_there_is_no_ledger_of_data_that_each_rank_has_for_itself() -> None:
 def test_a_collate_of_a_stream_that_leaves_rows_out_is_refused(name: str) -> None:
     stream = IterableStream([*range(8)]).batch(4, collate=lambda rows: np.stack([row for row in rows if row != 5]))
     ranks: Any = TFRanks(0, 1, None)  # type: ignore[arg-type]
-    items = source_of(data_of(stream, name, World(0, 1)), ranks, seed=0).open(0, 0)
+    items = source_of(stream_data(stream, name, Division, 1), ranks, seed=0).open(0, 0)
     assert sorted(next(items).batch.numpy().tolist()) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"turned 4 rows into 3 samples.*`filter`"):
         next(items)
