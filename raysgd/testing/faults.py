@@ -25,6 +25,7 @@ from raysgd.storage import files
 
 if TYPE_CHECKING:
     from raysgd.core.engine.group import WorkerGroup
+    from raysgd.core.engine.platform import Platform
     from raysgd.core.engine.shared.interface import GroupSpec
     from raysgd.core.engine.shared.types import GroupReport, World
 
@@ -362,23 +363,21 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     lifecycle = controller_of(trainer)
     original = lifecycle.make_group
 
-    def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
-        if num_workers <= max(ranks):
-            return original(spec, num_workers)
-        _disarm(trainer, "setup")
-        doomed_spec = replace(spec, make_replica=functools.partial(_made_unless_doomed, spec.make_replica, ranks))
-        doomed: WorkerGroup = original(doomed_spec, num_workers)
-        doomed.standby._spec = spec  # replacement workers get the original spec, so they are not killed
-        start = doomed.start
+    def make_group(spec: GroupSpec, num_workers: int, platform: Platform) -> WorkerGroup:
+        group: WorkerGroup = original(spec, num_workers, platform)
+        if num_workers > max(ranks):
+            _disarm(trainer, "setup")
+            build, doomed = group._build, functools.partial(_made_unless_doomed, spec.make_replica, ranks)
 
-        def start_once(*args: Any) -> GroupReport:
-            try:
-                return start(*args)
-            finally:
-                doomed._spec = spec
+            def build_once(*, captures: bool) -> GroupReport:
+                group._build, group._spec = build, replace(spec, make_replica=doomed)  # type: ignore[method-assign]
+                try:
+                    return build(captures=captures)
+                finally:
+                    group._spec = spec  # what is built later, also in place of the killed workers, is not killed
 
-        doomed.start = start_once  # type: ignore[assignment]
-        return doomed
+            group._build = build_once  # type: ignore[method-assign]
+        return group
 
     _arm_in_driver(trainer, "setup", lifecycle, "make_group", make_group)
 
