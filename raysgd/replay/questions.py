@@ -325,7 +325,7 @@ def _of_stream(leg: Leg, layout: StreamLayout, batches: range, data: StreamData)
     # One reader of all lanes yields whole global batches. Their rows do not depend on the number of workers.
     shares, maker = data.divide(data.batch_size, num_workers), _NamedRows(of_pass, range(of_pass.num_lanes), list)
     batches_of_all = GlobalReader(of_pass, Division(data.batch_size, 1), 0, begin, maker)
-    for number, rows in enumerate(batch.batch for batch in batches_of_all):
+    for number, (_, [rows]) in enumerate(batches_of_all):
         if number >= num_skipped:
             for rank, own in enumerate(by_rank):
                 own += [row for start, stop, _ in shares.parts(len(rows), rank) for row in rows[start:stop]]

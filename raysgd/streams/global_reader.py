@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from raysgd.core.arrays.division import BatchPlan, BatchShare, Division
+from raysgd.core.arrays.division import BatchShare, Division
 from raysgd.streams.lanes import ENDLESS, LanePosition, LaneSlice, Place, StreamPass, StreamPosition, deal, slices
 from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 
@@ -39,27 +39,16 @@ def alone(numbers: Numbers) -> Callable[[], Numbers]:
     return lambda: numbers
 
 
-class StreamBatch(NamedTuple):
-    """A batch of one worker: the worker's whole part of a global batch, or a micro-batch of that part.
+class GlobalBatch(NamedTuple):
+    """The part that one worker has in a global batch.
 
     Attributes:
-        start: Index of the batch's first row in the global batch.
-        batch: The collated batch. If the worker has no rows in this batch, it is padding (repeated rows that do not
-            count), or None if padding is not wanted.
-        plan: How the batch counts.
+        parts: For each batch of the worker, which rows of the global batch it has, and how it counts.
+        counts: Number of rows that global batches have taken from each lane so far.
+        num_seen: Number of rows to look ahead after the global batch in each lane that the worker watches.
         ends_pass: True if it is known that the global batch is the last of the pass.
         after: Position in the pass after the global batch.
     """
-
-    start: int
-    batch: Any
-    plan: BatchPlan
-    ends_pass: bool
-    after: StreamPosition
-
-
-class _GlobalBatch(NamedTuple):
-    """A global batch that was requested from the loader and has not been yielded yet."""
 
     parts: Sequence[BatchShare]
     counts: Sequence[int]
@@ -69,7 +58,7 @@ class _GlobalBatch(NamedTuple):
 
 
 class GlobalReader:
-    """Yields the batches of one worker in a pass over a stream.
+    """Yields the global batches of a pass over a stream, each with the batches that one worker has in it.
 
     It decides how many rows each lane contributes to a global batch (deals the rows), and finds out where lanes end. If
     the lengths of shards are unknown, each rank looks ahead in the lanes that it watches, and sends the other ranks
@@ -111,11 +100,15 @@ class GlobalReader:
         self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
         self._is_over = False
         self._has_rows, self._last_batch = False, None
-        self._ordered: deque[_GlobalBatch] = deque()
+        self._ordered: deque[GlobalBatch] = deque()
         self._made: deque[MadeBatches] = deque()  # answers for the first of these global batches
 
-    def __iter__(self) -> Iterator[StreamBatch]:
-        """Yield the worker's batches for the rest of the pass."""
+    def __iter__(self) -> Iterator[tuple[GlobalBatch, list[Any]]]:
+        """Yield the global batches for the rest of the pass, each with the worker's collated batches.
+
+        Where the worker has no rows in a batch, the batch is padding (repeated rows that do not count), or None if
+        padding is not wanted.
+        """
         try:
             if not self._is_known:
                 self._look(self._num_to_see)
@@ -130,7 +123,7 @@ class GlobalReader:
                 if whole.ends_pass and self._stream.skips:  # hear from all ranks, to include all skipped rows
                     self._hear()
                     whole = whole._replace(after=self._position())
-                yield from self._batches(whole, made)
+                yield whole, self._padded(whole, made)
         finally:
             self._loading.end_loading()
 
@@ -169,7 +162,7 @@ class GlobalReader:
         self._loading.order(
             BatchOrder([self._wanted(dealt, start, stop) for start, stop, _ in parts], dealt, places, num_seen)
         )
-        self._ordered.append(_GlobalBatch(parts, self._counts, num_seen, self._is_over, self._position()))
+        self._ordered.append(GlobalBatch(parts, self._counts, num_seen, self._is_over, self._position()))
 
     def _limited(self, num_rows: int) -> int:
         """Return how many of the next `num_rows` rows are in the pass, which `take` may limit."""
@@ -269,10 +262,12 @@ class GlobalReader:
         """
         return self._position().lanes or self._counts
 
-    def _batches(self, whole: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
-        for batch, (start, _, plan) in zip(made.batches, whole.parts, strict=True):
+    def _padded(self, whole: GlobalBatch, made: MadeBatches) -> list[Any]:
+        batches = []
+        for batch, (_, _, plan) in zip(made.batches, whole.parts, strict=True):
             if batch is None and not plan.is_padding:
                 raise TypeError("`collate` returned None: it has to return a batch. To skip rows, use `filter`.")
             if self._pad:
                 batch = self._last_batch = self._last_batch if batch is None else batch
-            yield StreamBatch(start, batch, plan, whole.ends_pass, whole.after)
+            batches.append(batch)
+        return batches

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raysgd.core.arguments import is_integer
 from raysgd.core.arrays.division import NO_BATCH, BatchPlan, Division, PlannedBatch, with_seeds
-from raysgd.streams.global_reader import GlobalReader, StartSum, StreamBatch, alone
+from raysgd.streams.global_reader import GlobalBatch, GlobalReader, StartSum, alone
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, StreamPass, StreamPosition, lanes_of, numbered_rows
 from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProcesses, collated
 from raysgd.streams.stream import DROPPED, FAILED, Pipeline, RowSteps, Shard, Stream, check_shards
@@ -299,37 +299,36 @@ class StreamSource:
     def _batches(self, of_pass: StreamPass, begin: StreamPosition) -> Iterator[PlannedBatch]:
         ranks, consumed = self._ranks, begin.num_rows
         sums, pad = self._start_sum, self.data.is_training
-        for batch in GlobalReader(of_pass, self._shares, ranks.rank, begin, self._loading(of_pass), sums, pad):
-            plan, is_last = batch.plan, batch.plan.ends_global_batch
-            if plan.starts_global_batch:
-                self._note(batch)
-            if self.num_shards:
-                plan = with_seeds(plan, self.seed, of_pass.pass_index, consumed, batch.start)
-            yield self._planned(batch, plan, is_last and batch.ends_pass)
-            if is_last:
-                consumed = batch.after.num_rows
+        for whole, batches in GlobalReader(of_pass, self._shares, ranks.rank, begin, self._loading(of_pass), sums, pad):
+            self._note(whole)
+            for batch, (start, _, plan) in zip(batches, whole.parts, strict=True):
+                if self.num_shards:
+                    plan = with_seeds(plan, self.seed, of_pass.pass_index, consumed, start)
+                yield self._planned(batch, plan, whole, whole.ends_pass and plan.ends_global_batch)
+            consumed = whole.after.num_rows
         self._end = consumed
         if consumed and consumed == self._opened_at and not self._ranks.rank:
             number = of_pass.pass_index + 1
             logger.warning("epoch %d should continue after %d rows, but no rows are left", number, consumed)
 
-    def _planned(self, batch: StreamBatch, plan: BatchPlan, ends_pass: bool | None = None) -> PlannedBatch:
-        own = NO_BATCH if batch.batch is None else self._convert(batch.batch, plan.num_samples or 0)
-        return PlannedBatch(own, plan, ends_pass, batch.after.num_rows)
+    def _planned(self, batch: Any, plan: BatchPlan, whole: GlobalBatch, ends_pass: bool | None = None) -> PlannedBatch:
+        own = NO_BATCH if batch is None else self._convert(batch, plan.num_samples or 0)
+        return PlannedBatch(own, plan, ends_pass, whole.after.num_rows)
 
     def _own_batches(self, of_pass: StreamPass) -> Iterator[PlannedBatch]:
         """Yield the batches of an evaluation on a stream of unknown length. Each rank reads some lanes by itself."""
         shares = self.data.divide(-(-self.data.batch_size // self._ranks.world_size), 1)
-        for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), self._loading(of_pass), pad=False):
-            yield self._planned(batch, batch.plan)
+        for whole, batches in GlobalReader(of_pass, shares, 0, StreamPosition(), self._loading(of_pass), pad=False):
+            for batch, (_, _, plan) in zip(batches, whole.parts, strict=True):
+                yield self._planned(batch, plan, whole)
 
-    def _note(self, batch: StreamBatch) -> None:
+    def _note(self, whole: GlobalBatch) -> None:
         """Remember the position after a global batch, so that the pass can continue there after a failure."""
-        num_rows = batch.after.num_rows
-        self._positions[num_rows], self.left_out = batch.after, batch.after.left_out
+        num_rows = whole.after.num_rows
+        self._positions[num_rows], self.left_out = whole.after, whole.after.left_out
         if len(self._positions) > _NUM_POSITIONS:
             del self._positions[next(iter(self._positions))]
-        if batch.ends_pass:
+        if whole.ends_pass:
             self._end = num_rows
             if self.left_out and not self._ranks.rank:
                 logger.warning("%d rows could not be read and were skipped in this pass", self.left_out)

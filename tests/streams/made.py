@@ -6,12 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysgd.core.arrays.division import Division
-from raysgd.streams.global_reader import GlobalReader, Numbers, StartSum, StreamBatch, alone
+from raysgd.core.arrays.division import BatchPlan, Division
+from raysgd.streams.global_reader import GlobalReader, Numbers, StartSum, alone
 from raysgd.streams.lanes import StreamPass, StreamPosition, lanes_of
 from raysgd.streams.loaders import BatchMaker
 from raysgd.streams.stream import Pipeline, Shard, Stream, check_shards
@@ -94,6 +94,15 @@ def reader(
     return GlobalReader(of_pass, shares, rank, begin, loading, start_sum, pad)
 
 
+class Taken(NamedTuple):
+    """A batch of one rank, with what its global batch says."""
+
+    batch: Any
+    plan: BatchPlan
+    ends_pass: bool
+    after: StreamPosition
+
+
 def read_together(
     of_pass: StreamPass,
     world_size: int,
@@ -101,19 +110,18 @@ def read_together(
     num_steps: int | None = None,
     cap: int | None = None,
     num_ahead: int = 0,
-) -> list[list[list[StreamBatch]]]:
+) -> list[list[list[Taken]]]:
     """For each step what each rank does in it."""
     shares = division(of_pass.stream.batch_size or 8, world_size, cap)
     sums = Sums(world_size)
 
-    def read(rank: int) -> list[list[StreamBatch]]:
-        steps: list[list[StreamBatch]] = []
-        for batch in reader(of_pass, shares, rank, begin, sums.of_rank(), num_ahead):
-            if batch.plan.starts_global_batch:
-                if len(steps) == num_steps:
-                    break
-                steps.append([])
-            steps[-1].append(batch)
+    def read(rank: int) -> list[list[Taken]]:
+        steps: list[list[Taken]] = []
+        for whole, batches in reader(of_pass, shares, rank, begin, sums.of_rank(), num_ahead):
+            if len(steps) == num_steps:
+                break
+            own = zip(batches, whole.parts, strict=True)
+            steps.append([Taken(batch, plan, whole.ends_pass, whole.after) for batch, (_, _, plan) in own])
         return steps
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -121,11 +129,11 @@ def read_together(
     return [list(ranks) for ranks in zip(*of_ranks, strict=True)]
 
 
-def joint(step: Sequence[Sequence[StreamBatch]]) -> list[Any]:
+def joint(step: Sequence[Sequence[Taken]]) -> list[Any]:
     """The rows of a global batch, in its order."""
     return [row for batches in step for batch in batches for row in (batch.batch or [])[: batch.plan.num_samples]]
 
 
-def counts(step: Sequence[Sequence[StreamBatch]]) -> list[int]:
+def counts(step: Sequence[Sequence[Taken]]) -> list[int]:
     """The rows of each rank in a global batch."""
     return [sum(batch.plan.num_samples or 0 for batch in batches) for batches in step]
