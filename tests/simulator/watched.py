@@ -28,10 +28,10 @@ class WatchedStandby(StandbyWorkers):
         return [_process_of(worker) for worker in (*self._coming, *self._idle)]
 
     def take_ready(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Any:
-        began, has_lent = self._platform.now(), any(self._idle.values())
+        began, has_lent = self.platform.now(), any(self._idle.values())
         found: list[RemoteWorker] = super().take_ready(count, timeout_s, on_wait)
         if has_lent and not timeout_s:
-            self.invariants.check_recalled(self._platform.now() - began)
+            self.invariants.check_recalled(self.platform.now() - began)
         for process in map(_process_of, found):
             self.invariants.require(process.died_at >= began, f"{process} was dead already when it was to step in")
             self.invariants.require(not process.is_working, f"{process} is to step in while it validates")

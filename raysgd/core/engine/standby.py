@@ -23,7 +23,6 @@ from raysgd.core.engine.policies import why_not_started
 from raysgd.core.engine.shared.interface import GroupSpec, RegroupingReplica, method_of
 from raysgd.core.engine.shared.types import UNKNOWN, Answered, Failed, World
 from raysgd.core.engine.worker import WorkerProcess
-from raysgd.core.text.log_lines import LogRelay
 from raysgd.exceptions import OnFailure, TrainerShutdownError
 
 logger = logging.getLogger(__name__)
@@ -100,9 +99,7 @@ class Loan:
     Args:
         worker: The worker to lend.
         number: Number of the loan. Numbers increase with each loan.
-        platform: Used to wait for the worker's answers.
-        relay: Logs what the worker has logged.
-        look_after: Called regularly during the call. Kills the worker if it does not respond.
+        standby: Looks after the worker during the call, and kills it if it does not respond.
 
     Attributes:
         is_recalled: True if the group needs the worker. The call must then end.
@@ -110,11 +107,8 @@ class Loan:
         has_died: True if the worker died during its call.
     """
 
-    def __init__(
-        self, worker: RemoteWorker, number: int, platform: Platform, relay: LogRelay, look_after: Callable[[], None]
-    ) -> None:
-        self._worker, self._number, self._platform, self._relay = worker, number, platform, relay
-        self._look_after = look_after
+    def __init__(self, worker: RemoteWorker, number: int, standby: StandbyWorkers) -> None:
+        self._worker, self._number, self._standby, self._platform = worker, number, standby, standby.platform
         self._lock = threading.Lock()
         self.call: Reference | None = None
         self.is_recalled = self.has_died = self._has_ended = False
@@ -142,12 +136,12 @@ class Loan:
                     self.call = call = self._worker.submit(WorkerProcess.on_packed, *packed)
                 while not self._platform.ready([call], _LOAN_ROUND_S):
                     on_wait()
-                    self._look_after()
+                    self._standby.look_after()
                 outcome = self._platform.outcome(-1, call)
         finally:
             self._has_ended = True
         self.has_died = outcome.has_died
-        self._relay.tell({"spare": outcome.notes})
+        self._standby.spec.relay.tell({"spare": outcome.notes})
         if isinstance(outcome, Answered):
             return outcome if outcome.value is not None else None
         return outcome if isinstance(outcome, Failed) and not (self.is_recalled or outcome.has_died) else None
@@ -183,7 +177,7 @@ class StandbyWorkers:
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
-        self._spec, self._slots, self._platform = spec, slots, platform
+        self.spec, self._slots, self.platform = spec, slots, platform
         starting_s = max(spec.heartbeat_s, _LOADING_S)
         self.startup, self._check_coming = StartupCheck(platform, starting_s), StartupCheck(platform, starting_s)
         self._check_idle = StartupCheck(platform, spec.heartbeat_s)
@@ -228,11 +222,11 @@ class StandbyWorkers:
         self.kill_on(avoid)
         self._world_size = world_size
         slots = self._slots.take_usable(count, avoid)
-        make_replica = None if self._spec.renews else self._spec.make_replica
+        make_replica = None if self.spec.renews else self.spec.make_replica
         for index, slot in enumerate(slots):
             world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
-            worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
-            hook = self._spec.initialization_hook
+            worker = self.platform.new_worker(slot, self.spec.connection, self.spec.num_threads)
+            hook = self.spec.initialization_hook
             self._coming[worker] = worker.submit(WorkerProcess.prepare_standby, hook, world, make_replica)
         return len(slots)
 
@@ -259,11 +253,11 @@ class StandbyWorkers:
             timeout_s: Longest time to wait for workers that are starting.
             on_wait: Called regularly during the wait.
         """
-        deadline = self._platform.now() + timeout_s
+        deadline = self.platform.now() + timeout_s
         self.kill_unresponsive()
         self._recall(count - len(self._ready))
-        while len(self._ready) < count and self._coming and self._platform.now() < deadline and not self._is_cancelled:
-            self._platform.any_ready([*self._coming.values()], min(_POLL_S, deadline - self._platform.now()))
+        while len(self._ready) < count and self._coming and self.platform.now() < deadline and not self._is_cancelled:
+            self.platform.any_ready([*self._coming.values()], min(_POLL_S, deadline - self.platform.now()))
             on_wait()
             self.look_after()
         return [each for each in self._ready[: max(0, count)] if self._take_out(each)]
@@ -297,8 +291,7 @@ class StandbyWorkers:
             self._see_to_all()
             if not (ready := self._ready):
                 return None
-            number, relay = next(self._numbers_of_loans), self._spec.relay
-            self._idle[ready[-1]] = loan = Loan(ready[-1], number, self._platform, relay, self.look_after)
+            self._idle[ready[-1]] = loan = Loan(ready[-1], next(self._numbers_of_loans), self)
             return loan
 
     def _recall(self, count: int) -> None:
@@ -308,7 +301,7 @@ class StandbyWorkers:
         for loan in loans:
             loan.recall()
         calls = [call for loan in loans if (call := loan.call) is not None]  # `is_over` may clear it in any thread
-        outcomes_within(self._platform, dict(enumerate(calls)), self._spec.settle_timeout_s)
+        outcomes_within(self.platform, dict(enumerate(calls)), self.spec.settle_timeout_s)
 
     @property
     def _ready(self) -> list[RemoteWorker]:
@@ -349,10 +342,10 @@ class StandbyWorkers:
         self._drop_lost(self._check_idle.poll(idle))
         num_died = 0
         for worker, call in self._coming.copy().items():
-            result = self._platform.outcome(-1, call)
+            result = self.platform.outcome(-1, call)
             if not (result.answered and self._take_out(worker)):
                 continue
-            self._spec.relay.tell({"new worker": result.notes})
+            self.spec.relay.tell({"new worker": result.notes})
             if isinstance(result, Failed):
                 logger.warning("a new worker failed to start: %s", why_not_started(result.failure))
                 self.kill(worker)
@@ -372,12 +365,12 @@ class StandbyWorkers:
         self.look_after()
         idle = [*self._idle.copy()]
         calls = {index: worker.submit(WorkerProcess.describe) for index, worker in enumerate(idle)}
-        answers = outcomes_within(self._platform, calls, quiet_s(self._spec.heartbeat_s))
+        answers = outcomes_within(self.platform, calls, quiet_s(self.spec.heartbeat_s))
         for worker, answer in zip(idle, answers.values(), strict=True):
             if not answer.ok:
                 self._drop_lost([worker])
                 if not answer.answered:
-                    self._platform.kill_process(worker.info)  # the process may be suspended (SIGSTOP)
+                    self.platform.kill_process(worker.info)  # the process may be suspended (SIGSTOP)
 
     def _drop_lost(self, workers: Iterable[RemoteWorker]) -> None:
         for each in self._drop(workers):

@@ -374,7 +374,8 @@ class Scene:
     def __init__(self, found: Outcome | None = None) -> None:
         self.clock, self.found, self.is_silent = FakeClock(), found, False
         self.calls: list[str] = []
-        self.loan = Loan(cast(Any, self), 1, cast(Platform, self), SPEC.relay, self.look_after)
+        self.platform, self.spec = self, SPEC
+        self.loan = Loan(cast(Any, self), 1, cast(StandbyWorkers, self))
 
     def look_after(self) -> None:
         if self.is_silent:
